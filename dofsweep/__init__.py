@@ -1,3 +1,3 @@
-"""dofsweep: linear-attention students whose feature dimension follows each layer's degrees of freedom."""
+"""dofsweep: linear-attention students that give every layer the features it needs."""
 
 __version__ = "0.1.0"

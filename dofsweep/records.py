@@ -43,13 +43,14 @@ class HeadSpectrum:
     head_idx: int
     """Index of the feature head: a query head, or a key/value head when queries are pooled."""
     values: NDArray[np.float64]
-    """The r largest eigenvalues, descending, shape [r], in units of the gram scale."""
+    """The r largest eigenvalues, descending, shape [r], in units of the gram scale. The last ones
+    may be lower bounds that stand for several eigenvalues; the bracket holds all the same."""
     tail: float
     """tr Σ minus the sum of ``values``: what the eigenvalues left out add up to."""
     n_points: int
     """J: sampled points, the size of the Gram matrix."""
     resolved: bool = True
-    """False where float64 cannot hold the spread of this spectrum (huge norms, scale mean or raw)."""
+    """False where float64 cannot hold the spread of this spectrum (huge norms, mean or raw)."""
 
 
 @dataclass(frozen=True)
