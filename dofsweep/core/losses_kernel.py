@@ -1,0 +1,159 @@
+"""Losses on the kernel and on the attention output, beside the softmax loss of ``losses``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dofsweep.core.attention import linear_attention
+from dofsweep.core.losses_rows import (
+    TINY,
+    Student,
+    Teacher,
+    Workspace,
+    make_student,
+    make_teacher,
+    row_chunks,
+)
+from dofsweep.errors import StudentError
+
+LOG_CAP = 35.0
+"""Largest log of an estimated kernel value, in units of the row's largest true value: its square
+still fits float32. Beyond, value and slope are those at the cap, so the gradient stays finite."""
+
+
+def l2_loss(
+    log_q: Tensor,
+    log_k: Tensor,
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    key_mask: Tensor | None = None,
+    *,
+    row_chunk: int = 64,
+) -> Tensor:
+    """Squared error of the kernel rows relative to the teacher's, mean over rows.
+
+        Σ_{j<=i} (Â_ij - K_ij)² / Σ_{j<=i} K_ij²,   K_ij = exp(s q_i·k_j - m_i),
+
+    m_i the row's largest teacher logit. The student's estimate is in the same units,
+    Â_ij = 1/M Σ_m exp(log_q[i,m] + log_k[j,m] - s‖q_i‖²/2 - m_i): for positive random features
+    (log_q = √s z·q, log_k = √s z·k - s‖k‖²/2, z normal) its mean is K_ij (arXiv:2009.14794).
+    M counts the features that are present (log_k not -inf for every token).
+
+    Args, units of memory and errors as in ``losses.softmax_losses``.
+    Returns:
+        Scalar, no unit; 0 when every kernel value is met, 1 when the student is zero.
+    """
+    teacher = make_teacher(q, k, scale, key_mask)
+    if teacher.n_rows == 0:
+        raise StudentError("key_mask has no real token; drop batches that are all padding")
+    loss: Tensor = KernelError.apply(teacher, scale, row_chunk, log_q, log_k)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class KernelError(torch.autograd.Function):
+    """Mean over real rows of the relative squared error; the gradient comes with the value."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, teacher: Teacher, scale: float, row_chunk: int, log_q: Tensor, log_k: Tensor
+    ) -> Tensor:
+        """Walk over chunks of rows."""
+        wanted = any(ctx.needs_input_grad)
+        student = make_student(log_q, log_k, teacher, with_grads=wanted)
+        present = (log_k > -torch.inf).any(2).sum(-1).repeat_interleave(student.heads.group, 1)
+        norm = teacher.q.square().sum(-1) / (2 * scale) + present[..., None].log()
+        total = 0.0
+        space = Workspace(teacher, row_chunk, 3)
+        for rows in row_chunks(teacher.q.shape[2], row_chunk):
+            kernel, weights, estimate = space.views(rows)
+            teacher.logits(rows, out=kernel)
+            top = kernel.amax(-1, keepdim=True)
+            kernel.sub_(top).exp_()
+            size = kernel.square().sum(-1, keepdim=True)
+            student.weights(rows, weights).clamp_min_(TINY)
+            shift = student.r[:, :, rows, None] - norm[:, :, rows, None] - top
+            estimate_kernel(student, rows, weights, shift, estimate)
+            teacher.hide(estimate, rows, 0)
+            error = teacher.drop_padded(torch.sub(estimate, kernel, out=kernel), rows)
+            total += float((error.square().sum(-1, keepdim=True) / size).double().sum())
+            if wanted:
+                slope = error.mul_(estimate).mul_(2 / size)
+                student.add_grads(rows, slope.div_(weights))
+        ctx.n_rows, ctx.dtypes = teacher.n_rows, (log_q.dtype, log_k.dtype)
+        if wanted:
+            ctx.save_for_backward(*student.grads())
+        return teacher.q.new_tensor(total / teacher.n_rows)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Scale what the forward pass has found."""
+        grads = (
+            (g * (grad / ctx.n_rows)).to(dtype)
+            for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return None, None, None, *grads
+
+
+def estimate_kernel(
+    student: Student, rows: slice, weights: Tensor, shift: Tensor, out: Tensor
+) -> None:
+    """b_ij exp(n_j + shift_i), capped, into ``out`` [B, H, T, S]."""
+    n = student.n[:, :, : rows.stop].repeat_interleave(student.heads.group, 1)
+    torch.log(weights, out=out)
+    out.add_(n[:, :, None]).add_(shift).clamp_max_(LOG_CAP).exp_()
+
+
+def output_loss(
+    log_q: Tensor,
+    log_k: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    key_mask: Tensor | None = None,
+    *,
+    row_chunk: int = 64,
+) -> Tensor:
+    """Squared error of the attention output, Σ ‖o_i - o*_i‖² / Σ ‖o*_i‖².
+
+    o is the student's output, o* the teacher's, and both sums run over real rows, heads and batch,
+    so that rows count as much as their output is large.
+
+    Args:
+        v: [B, G, L, D'], the values that teacher and student share; no gradient flows to it.
+        The others, and errors, as in ``losses.softmax_losses``.
+    Returns:
+        Scalar, no unit.
+    """
+    teacher = make_teacher(q, k, scale, key_mask)
+    v = v.detach().float()
+    out = linear_attention(log_q, log_k, v, key_mask)
+    target = teacher_output(teacher, v, row_chunk)
+    error = out - target
+    if key_mask is not None:
+        padded = ~key_mask[:, None, :, None]
+        error, target = error.masked_fill(padded, 0), target.masked_fill(padded, 0)
+    size = target.square().sum().clamp_min(torch.finfo(target.dtype).tiny)
+    return error.square().sum() / size
+
+
+@torch.no_grad()
+def teacher_output(teacher: Teacher, v: Tensor, row_chunk: int) -> Tensor:
+    """The teacher's attention output [B, H, L, D'], a few rows at a time."""
+    B, H, L, _ = teacher.q.shape
+    G, D = v.shape[1], v.shape[3]
+    out = v.new_empty(B, H, L, D)
+    space = Workspace(teacher, row_chunk, 2)
+    for rows in row_chunks(L, row_chunk):
+        logits, p = space.views(rows)
+        torch.softmax(teacher.logits(rows, out=logits), -1, out=p)
+        seen = v[:, :, : rows.stop].reshape(B * G, rows.stop, D)
+        part = torch.bmm(p.view(B * G, -1, rows.stop), seen)
+        out[:, :, rows] = part.view(B, H, -1, D)
+    return out
