@@ -1,0 +1,1 @@
+"""Measurements of teachers and students."""

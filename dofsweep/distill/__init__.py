@@ -1,0 +1,1 @@
+"""Training of students: plain torch loops, without Ray."""

@@ -1,0 +1,161 @@
+"""Layerwise training: what it minimises, what it keeps, and that resuming changes nothing."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from models import make_model, shape, some_tokens
+
+from dofsweep.bench.next_token import layer_kl
+from dofsweep.core.plan import Plan, make_plan
+from dofsweep.distill.layerwise import LayerwiseTrainer, TrainSettings
+from dofsweep.errors import DistillError
+from dofsweep.methods import Student, build_student
+
+SETTINGS = TrainSettings(
+    total_steps=30, lr_features=0.05, lr_weights=0.1, warmup=0.1, grad_clip=1.0
+)
+
+
+def make_students(plans: dict[int, Plan], feature_map: str = "prf") -> dict[int, Student]:
+    return {
+        number: build_student(
+            feature_map, plan, shape(4, 2), feature_heads="kv", scales=[8**-0.5] * 3,
+            key_means=[torch.zeros(2, 8)] * 3, init="gaussian", seed=number,
+        )
+        for number, plan in plans.items()
+    }  # fmt: skip
+
+
+def fix(budget: int) -> Plan:
+    return make_plan("fix", n_layers=3, n_heads=2, budget=budget, head_dim=8)
+
+
+def batches(n: int) -> list[torch.Tensor]:
+    return [torch.from_numpy(some_tokens(2, 24, seed)).long() for seed in range(n)]
+
+
+@pytest.mark.parametrize("feature_map", ["prf", "prf_untied"])
+def test_training_lowers_every_layers_kl(feature_map: str) -> None:
+    model, held_out = make_model("llama"), some_tokens(4, 24, seed=99)
+    students = make_students({1: fix(8), 2: Plan(((2, 2), (8, 8), (14, 14)))}, feature_map)
+    before = layer_kl(model, students, held_out)
+    trainer = LayerwiseTrainer(model, students, SETTINGS)
+    for batch in batches(30):
+        losses = trainer.step(batch)
+    assert {n: len(v) for n, v in losses.items()} == {1: 3, 2: 3}
+    after = layer_kl(model, students, held_out)
+    for number in students:
+        for layer_before, layer_after in zip(before[number], after[number], strict=True):
+            assert layer_after < layer_before
+    assert trainer.failed == {}
+
+
+def test_students_trained_together_are_the_same_as_alone() -> None:
+    model = make_model("llama")
+    plans = {1: fix(8), 2: fix(3), 3: Plan(((2, 2), (8, 8), (14, 14)))}
+    together = make_students(plans)
+    trainer = LayerwiseTrainer(model, together, SETTINGS)
+    for batch in batches(4):
+        trainer.step(batch)
+    for number, plan in plans.items():
+        alone = make_students({number: plan})
+        single = LayerwiseTrainer(model, alone, SETTINGS)
+        for batch in batches(4):
+            single.step(batch)
+        for a, b in zip(together[number].parameters(), alone[number].parameters(), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_gradient_is_that_of_the_loss_alone() -> None:
+    """One step of plain gradients per layer, computed with everything kept, is the same."""
+    from dofsweep.core.losses import softmax_loss
+    from dofsweep.teacher.seam import AttentionCall, Seam, softmax_attention
+
+    model, batch = make_model("neox"), batches(1)[0]
+    plan = make_plan("fix", n_layers=3, n_heads=4, budget=5, head_dim=8)
+    student = build_student(
+        "prf", plan, shape(4, 4), feature_heads="kv", scales=[8**-0.5] * 3,
+        key_means=[torch.zeros(4, 8)] * 3, init="gaussian", seed=0,
+    )  # fmt: skip
+    total = torch.zeros(())
+
+    def keep(call: AttentionCall) -> torch.Tensor:
+        nonlocal total
+        log_q, log_k = student.layer(call.layer_idx).log_features(call.q, call.k)
+        total = total + softmax_loss(log_q, log_k, call.q, call.k, call.scale)
+        return softmax_attention(call)
+
+    with Seam(model, keep):
+        model(batch, use_cache=False)
+    total.backward()
+    wanted = [p.grad.clone() for p in student.parameters()]
+    student.zero_grad()
+    trainer = LayerwiseTrainer(model, {0: student}, SETTINGS)
+    seen: list[torch.Tensor] = []
+    trainer.reduce = lambda grads: seen.extend(g.clone() for g in grads)
+    losses = trainer.step(batch)
+    assert sum(losses[0]) == pytest.approx(float(total), rel=1e-5)
+    for a, b in zip(seen, wanted, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
+
+
+def test_resumed_equals_uninterrupted_to_the_bit() -> None:
+    model, steps = make_model("llama"), batches(9)
+    whole = make_students({1: fix(6), 2: fix(9)})
+    trainer = LayerwiseTrainer(model, whole, SETTINGS)
+    for batch in steps:
+        trainer.step(batch)
+    first = LayerwiseTrainer(model, make_students({1: fix(6), 2: fix(9)}), SETTINGS)
+    for batch in steps[:4]:
+        first.step(batch)
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    again = make_students({1: fix(6), 2: fix(9)})
+    second = LayerwiseTrainer(model, again, SETTINGS)
+    second.load_state_dict(torch.load(file, weights_only=True))
+    assert second.steps_done == 4
+    for batch in steps[4:]:
+        second.step(batch)
+    for number in whole:
+        for a, b in zip(whole[number].parameters(), again[number].parameters(), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_student_that_breaks_stops_alone() -> None:
+    model = make_model("llama")
+    students = make_students({1: fix(6), 2: fix(6)})
+    with torch.no_grad():
+        students[1].layer(2).log_weight[0, 0] = float("nan")
+    frozen = students[1].layer(0).z_k.clone()
+    trainer = LayerwiseTrainer(model, students, SETTINGS)
+    moving = students[2].layer(0).z_k.clone()
+    trainer.step(batches(1)[0])
+    losses = trainer.step(batches(2)[1])
+    assert set(losses) == {2}
+    assert "trial 1: the gradient of layer 2 was not finite at step 0" in trainer.failed[1]
+    assert torch.equal(students[1].layer(0).z_k, frozen)
+    assert not torch.equal(students[2].layer(0).z_k, moving)
+
+
+def test_a_checkpoint_of_others_is_refused() -> None:
+    model = make_model("llama")
+    state = LayerwiseTrainer(model, make_students({1: fix(6)}), SETTINGS).state_dict()
+    with pytest.raises(DistillError, match=r"holds trials \[1\], this run trains \[2\]"):
+        LayerwiseTrainer(model, make_students({2: fix(6)}), SETTINGS).load_state_dict(state)
+    with pytest.raises(DistillError, match="checkpoint is of another plan"):
+        LayerwiseTrainer(model, make_students({1: fix(7)}), SETTINGS).load_state_dict(state)
+    with pytest.raises(DistillError, match="no student to train"):
+        LayerwiseTrainer(model, {}, SETTINGS)
+
+
+def test_learning_rate_rises_and_falls() -> None:
+    settings = TrainSettings(100, 1.0, 1.0, 0.1, 1.0)
+    factors = [settings.lr_factor(step) for step in range(100)]
+    assert factors[0] == pytest.approx(0.1)
+    assert factors[9] == 1.0
+    assert factors[10:] == sorted(factors[10:], reverse=True)
+    assert 0 < factors[99] < 0.01
