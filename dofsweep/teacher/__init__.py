@@ -1,0 +1,1 @@
+"""Teachers: find and load them, see their queries and keys, and take their attention's place."""
