@@ -99,8 +99,8 @@ class SweepConfig(BaseModel):
 
     seq_len: int = Field(default=512, ge=2, le=1_048_576)
     """Tokens in a training, capture and held-out sequence."""
-    train_tokens: int = Field(default=1_048_576, ge=2, le=10**12)
-    """Tokens that every student is trained on, once."""
+    train_tokens: int | None = Field(default=None, ge=2, le=10**12)
+    """Tokens that every student is trained on, once. Default: the whole corpus, at most 2^20."""
     heldout_tokens: int = Field(default=32_768, ge=2, le=10**10)
     """Tokens on which teacher and students are compared."""
 
@@ -130,9 +130,9 @@ class SweepConfig(BaseModel):
     """Distribution of the initial features."""
     batch_size: int = Field(default=4, ge=1, le=65536)
     """Sequences in one optimizer step, over all workers."""
-    lr_features: float = Field(default=0.02, gt=0, le=10)
+    lr_features: float = Field(default=0.06, gt=0, le=10)
     """Peak learning rate of the feature vectors z."""
-    lr_weights: float = Field(default=0.05, gt=0, le=10)
+    lr_weights: float = Field(default=0.1, gt=0, le=10)
     """Peak learning rate of the log weights of the features."""
     warmup: float = Field(default=0.05, ge=0, lt=1)
     """Part of the steps over which the learning rate rises; then it falls as a cosine."""

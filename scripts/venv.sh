@@ -1,6 +1,8 @@
 # Sourced by the other scripts: makes .venv from requirements.lock, once per lock, and enters it.
 # PYTHON names the interpreter to build it with (Python 3.11 or newer).
 
+unset PYTHONDONTWRITEBYTECODE  # every process would compile its packages again
+
 make_venv() {
   local python="${PYTHON:-}" candidate stamp
   for candidate in $python python3.11 python3.12 python3.13 python3; do

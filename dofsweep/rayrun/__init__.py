@@ -1,0 +1,1 @@
+"""Everything that imports ray: the local cluster, jobs, actors and trainers."""

@@ -1,0 +1,286 @@
+"""Distillation by Ray Train: each worker holds the teacher and its part of every batch.
+
+Only the gradients of the features are reduced. A run with the same name and storage goes on from
+its last checkpoint by itself, after a lost worker as after a lost driver.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dofsweep.config import SweepConfig
+from dofsweep.core.plan import Plan
+from dofsweep.distill.layerwise import LayerwiseTrainer, TrainSettings
+from dofsweep.errors import DistillError
+from dofsweep.methods import Student, build_student, save_student
+from dofsweep.rayrun.actors import Poster
+from dofsweep.rayrun.devices import Share
+from dofsweep.rayrun.env import TRAIN
+from dofsweep.records import TrainingPoint, TrialSpec
+from dofsweep.teacher.capture import Capture
+from dofsweep.teacher.load import load_teacher
+from dofsweep.teacher.resolve import TeacherRef
+
+MAX_FAILURES = 3
+CURVE_POINTS = 60
+"""Points of a stored loss curve; losses between two points are averaged."""
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """All that a training worker needs to know."""
+
+    sweep_id: str
+    ref: TeacherRef
+    config: SweepConfig
+    trials: tuple[tuple[TrialSpec, Plan], ...]
+    capture_path: str
+    tokens_path: str
+    n_sequences: int
+    """Training sequences in that file."""
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of one pass over the training sequences; a rest of a batch is left."""
+        return self.n_sequences // self.config.batch_size
+
+
+@dataclass(frozen=True)
+class TrainOutcome:
+    """What training left behind."""
+
+    folder: Path
+    """Holds ``student-NUMBER.safetensors`` of every trial."""
+    curves: dict[int, list[TrainingPoint]]
+    failed: dict[int, str]
+    seconds: float
+    tokens: int
+
+
+def initial_students(
+    ref: TeacherRef,
+    config: SweepConfig,
+    trials: tuple[tuple[TrialSpec, Plan], ...],
+    capture: Capture,
+) -> dict[int, Student]:
+    """Students before training, by trial number."""
+    means = capture.key_mean
+    if not config.center_keys:
+        means = [torch.zeros_like(mean) for mean in means]
+    students = {}
+    for trial, plan in trials:
+        assert trial.feature_map is not None
+        assert trial.seed is not None
+        students[trial.number] = build_student(
+            trial.feature_map,
+            plan,
+            ref.shape,
+            feature_heads=config.feature_heads,
+            scales=capture.scales,
+            key_means=means,
+            init=config.init,
+            seed=trial.seed,
+        )
+    return students
+
+
+class _Curve:
+    """Loss curves, thinned to CURVE_POINTS windows."""
+
+    def __init__(self, total_steps: int, tokens_per_step: int) -> None:
+        self.window = max(1, -(-total_steps // CURVE_POINTS))
+        self.total_steps, self.tokens_per_step = total_steps, tokens_per_step
+        self.points: dict[int, list[list[float]]] = {}
+        """Per trial rows of [step, layer 0's mean loss, layer 1's, …]."""
+        self._open: dict[int, list[list[float]]] = {}
+
+    def add(self, step: int, losses: dict[int, list[float]]) -> None:
+        for number, layers in losses.items():
+            self._open.setdefault(number, []).append(layers)
+        if step % self.window == 0 or step == self.total_steps:
+            for number, rows in self._open.items():
+                mean = np.mean(rows, axis=0).tolist()
+                self.points.setdefault(number, []).append([step, *mean])
+            self._open = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"points": self.points, "open": self._open}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.points, self._open = state["points"], state["open"]
+
+    def records(self) -> dict[int, list[TrainingPoint]]:
+        return {
+            number: [
+                TrainingPoint(int(step), int(step) * self.tokens_per_step, layer_idx, loss)
+                for step, *layers in rows
+                for layer_idx, loss in enumerate(layers)
+            ]
+            for number, rows in self.points.items()
+        }
+
+
+def _all_reduce(grads: list[Tensor]) -> None:
+    """Average gradients over workers, in one message."""
+    flat = torch.cat([g.flatten() for g in grads])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+        grad.copy_(part.view_as(grad))
+
+
+def _mean_losses(losses: dict[int, list[float]], world: int) -> dict[int, list[float]]:
+    """Mean over workers of each trial's loss of each layer."""
+    if world == 1 or not losses:
+        return losses
+    table = torch.tensor(list(losses.values()), dtype=torch.float64)
+    dist.all_reduce(table)
+    return dict(zip(losses, (table / world).tolist(), strict=True))
+
+
+def _train_loop(settings: dict[str, Any]) -> None:
+    """Runs in every training worker."""
+    job: TrainJob = settings["job"]
+    context = ray.train.get_context()
+    rank, world = context.get_world_rank(), context.get_world_size()
+    torch.set_num_threads(settings["threads"])
+    device = str(ray.train.torch.get_device())
+    teacher, _ = load_teacher(job.ref, device=device, dtype=job.config.dtype)
+    students = initial_students(
+        job.ref, job.config, job.trials, Capture.load(Path(job.capture_path))
+    )
+    trainer = LayerwiseTrainer(
+        teacher,
+        {n: s.to(device) for n, s in students.items()},
+        TrainSettings(
+            job.total_steps,
+            job.config.lr_features,
+            job.config.lr_weights,
+            job.config.warmup,
+            job.config.grad_clip,
+        ),
+        _all_reduce if world > 1 else None,
+    )
+    batch = job.config.batch_size
+    curve = _Curve(job.total_steps, batch * job.config.seq_len)
+    seconds = _resume(trainer, curve)
+    tokens = np.load(job.tokens_path, mmap_mode="r")
+    post = Poster(job.sweep_id) if rank == 0 else None
+    started = time.monotonic()
+    while trainer.steps_done < job.total_steps:
+        first = trainer.steps_done * batch
+        rows = np.asarray(tokens[first : first + batch][rank::world], dtype=np.int64)
+        losses = _mean_losses(trainer.step(torch.from_numpy(rows)), world)
+        curve.add(trainer.steps_done, losses)
+        done = trainer.steps_done
+        if post:
+            post(done, job.total_steps, _detail(losses))
+        if done % job.config.checkpoint_steps == 0 and done < job.total_steps:
+            _checkpoint(trainer, curve, rank, seconds + time.monotonic() - started, final=False)
+    _checkpoint(trainer, curve, rank, seconds + time.monotonic() - started, final=True)
+
+
+def _detail(losses: dict[int, list[float]]) -> str:
+    means = [float(np.mean(layers)) for layers in losses.values()]
+    return f"loss {np.mean(means):.3f}" if means else "no student left"
+
+
+def _resume(trainer: LayerwiseTrainer, curve: _Curve) -> float:
+    """Go on from the run's checkpoint, if it has one; returns the seconds trained before it."""
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is None:
+        return 0.0
+    with checkpoint.as_directory() as folder:
+        state = torch.load(Path(folder) / "state.pt", weights_only=True, map_location="cpu")
+    trainer.load_state_dict(state["trainer"])
+    curve.load_state_dict(state["curve"])
+    return float(state["seconds"])
+
+
+def _checkpoint(
+    trainer: LayerwiseTrainer, curve: _Curve, rank: int, seconds: float, *, final: bool
+) -> None:
+    metrics = {"step": trainer.steps_done}
+    if rank != 0:
+        ray.train.report(metrics)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        torch.save(
+            {"trainer": trainer.state_dict(), "curve": curve.state_dict(), "seconds": seconds},
+            path / "state.pt",
+        )
+        if final:
+            for number, student in trainer.students.items():
+                save_student(student, path / f"student-{number}.safetensors")
+            outcome = {"points": curve.points, "failed": trainer.failed, "seconds": seconds}
+            (path / "outcome.json").write_text(json.dumps(outcome))
+        ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(path))
+
+
+def train(job: TrainJob, *, n_workers: int, share: Share, storage: str) -> TrainOutcome:
+    """Train all students of a job and wait for the end.
+
+    Args:
+        n_workers: data-parallel workers; must divide the batch.
+        share: what each worker gets.
+        storage: folder, seen by every node, for checkpoints.
+    Raises:
+        DistillError: training broke down for good; the message has the worker's own.
+    """
+    os.environ.update({k: v for k, v in TRAIN.items() if k not in os.environ})
+    import ray.train
+    import ray.train.torch
+
+    trainer = ray.train.torch.TorchTrainer(
+        _train_loop,
+        train_loop_config={"job": job, "threads": share.threads},
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=n_workers,
+            use_gpu=share.num_gpus > 0,
+            resources_per_worker={"CPU": share.num_cpus, "GPU": share.num_gpus}
+            if share.num_gpus
+            else {"CPU": share.num_cpus},
+        ),
+        run_config=ray.train.RunConfig(
+            name=job.sweep_id,
+            storage_path=storage,
+            failure_config=ray.train.FailureConfig(max_failures=MAX_FAILURES),
+            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
+        ),
+    )
+    try:
+        result = trainer.fit()
+    except ray.train.TrainingFailedError as err:
+        raise DistillError(f"training failed: {_cause(err)}") from err
+    assert result.checkpoint is not None
+    folder = Path(result.checkpoint.path)
+    outcome = json.loads((folder / "outcome.json").read_text())
+    curve = _Curve(job.total_steps, job.config.batch_size * job.config.seq_len)
+    curve.points = {int(n): rows for n, rows in outcome["points"].items()}
+    return TrainOutcome(
+        folder,
+        curve.records(),
+        {int(n): reason for n, reason in outcome["failed"].items()},
+        outcome["seconds"],
+        job.total_steps * job.config.batch_size * job.config.seq_len,
+    )
+
+
+def _cause(err: Exception) -> str:
+    errors = getattr(err, "worker_failures", None)
+    first: object = next(iter(errors.values())) if errors else err
+    lines = [line for line in str(first).strip().splitlines() if line.strip()]
+    return lines[-1] if lines else type(err).__name__

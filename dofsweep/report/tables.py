@@ -1,0 +1,227 @@
+"""Tables for the terminal, at most 100 columns wide."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import IO, TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from dofsweep.config import SweepConfig
+    from dofsweep.core.plan import Plan
+    from dofsweep.report.doctor import Check
+    from dofsweep.teacher.resolve import TeacherRef
+
+WIDTH = 100
+
+
+def _console(out: IO[str]) -> Console:
+    console = Console(file=out, highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    return console
+
+
+def _table(*columns: str, title: str | None = None) -> Table:
+    """A plain table; a column whose name starts with > is aligned to the right."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        right = name.startswith(">")
+        table.add_column(name.lstrip(">"), justify="right" if right else "left", no_wrap=right)
+    return table
+
+
+def format_lam(lam: float | None) -> str:
+    """λ as people write it: 2^-8 where it is a power of two."""
+    if lam is None:
+        return "-"
+    exponent = math.log2(lam)
+    return f"2^{round(exponent)}" if abs(exponent - round(exponent)) < 1e-9 else f"{lam:.4g}"
+
+
+def format_bytes(n: float | None) -> str:
+    """Bytes with three digits and a binary unit."""
+    if n is None:
+        return "-"
+    power = min(4, int(math.log2(max(n, 1)) / 10))
+    value, unit = n / 1024**power, ("B", "KiB", "MiB", "GiB", "TiB")[power]
+    return f"{value:.0f} {unit}" if value >= 100 or power == 0 else f"{value:.3g} {unit}"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.{digits}f}"
+
+
+def print_leaderboard(rows: Sequence[dict[str, Any]], out: IO[str]) -> None:
+    """Trials by held-out loss, the best student in bold; one table a sweep."""
+    console = _console(out)
+    if not rows:
+        console.print("no results yet; start a sweep with `dofsweep launch`")
+        return
+    for sweep in dict.fromkeys(row["sweep"] for row in rows):
+        own = [row for row in rows if row["sweep"] == sweep]
+        _print_one_leaderboard(sweep, own, console)
+
+
+def _print_one_leaderboard(sweep: str, rows: list[dict[str, Any]], console: Console) -> None:
+    title = f"{rows[0]['model']}, sweep {sweep}: held-out loss in nats a token"
+    table = _table(
+        "strategy", "map", "loss", ">C", ">λ", ">seed", ">held-out", ">s.e.", ">KL", ">state",
+        "", title=title,
+    )  # fmt: skip
+    scored = [r for r in rows if r["heldout_loss"] is not None and r["strategy"] != "teacher"]
+    best = min((r["heldout_loss"] for r in scored), default=None)
+    for row in rows:
+        is_best = row["heldout_loss"] is not None and row["heldout_loss"] == best
+        table.add_row(
+            row["strategy"],
+            row["feature_map"] or "-",
+            row["loss"] or "-",
+            "-" if row["budget"] is None else str(row["budget"]),
+            format_lam(row["lam"]),
+            "-" if row["seed"] is None else str(row["seed"]),
+            _number(row["heldout_loss"], 4),
+            _number(row["heldout_stderr"], 4),
+            _number(row["mean_kl"], 3),
+            format_bytes(row["state_bytes"]),
+            "" if row["state"] == "finished" else row["state"],
+            style="bold" if is_best and row["strategy"] != "teacher" else None,
+        )
+    console.print(table)
+    first = next((r for r in rows if r["heldout_loss"] is not None), None)
+    if first:
+        console.print(
+            f"{first['n_sequences']} held-out sequences, {first['n_tokens']} tokens; s.e. over "
+            "sequences. KL: mean over layers,\nheads and rows. The teacher's state is its "
+            "key/value cache at the sweep's sequence length."
+        )
+
+
+def print_sweeps(rows: Sequence[dict[str, Any]], out: IO[str]) -> None:
+    """Sweeps, newest first."""
+    console = _console(out)
+    if not rows:
+        console.print("no sweeps yet; start one with `dofsweep launch`")
+        return
+    table = _table("id", "name", "kind", "model", "state", "stage", ">done", "started (UTC)")
+    for row in rows:
+        name = "" if row["name"] == row["id"] else row["name"]
+        counts = f"{row['done']}/{row['total']}" if row["total"] else ""
+        started = str(row["created_at"])[:16].replace("T", " ")
+        table.add_row(
+            row["id"], name, row["kind"], row["model"], row["state"], row["stage"] or "", counts,
+            started,
+        )  # fmt: skip
+    console.print(table)
+
+
+def print_sweep(row: dict[str, Any], trials: Sequence[dict[str, Any]], out: IO[str]) -> None:
+    """One sweep in full."""
+    console = _console(out)
+    facts = _table("", "")
+    facts.show_header = False
+    for name in ("id", "name", "kind", "model", "state", "error", "created_at", "finished_at",
+                 "job_address", "code_version", "teacher_fingerprint", "corpus_fingerprint",
+                 "spectra_key"):  # fmt: skip
+        if row.get(name):
+            facts.add_row(name.replace("_", " "), str(row[name]))
+    facts.add_row("versions", ", ".join(f"{name} {v}" for name, v in row["versions"].items()))
+    config = {
+        k: v for k, v in row["config"].items() if v is not None and k not in {"model", "name"}
+    }
+    facts.add_row("config", ", ".join(f"{k}={_short(v)}" for k, v in config.items()))
+    console.print(facts)
+    if row.get("timings"):
+        table = _table("stage", ">seconds", ">tokens/s")
+        for timing in row["timings"]:
+            rate = timing["tokens"] / timing["seconds"] if timing.get("tokens") else None
+            table.add_row(timing["stage"], _number(timing["seconds"], 1), _number(rate, 0))
+        console.print(table)
+    if trials:
+        _print_one_leaderboard(row["id"], list(trials), console)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + " ".join(_short(item) for item in value) + "]"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def print_models(rows: Sequence[dict[str, Any]], out: IO[str]) -> None:
+    """Teachers with a short name."""
+    table = _table(
+        "alias", ">params", ">layers", ">heads", ">kv", ">d", "weights from", "on this machine"
+    )
+    for row in rows:
+        table.add_row(
+            row["alias"],
+            _params(row["params"]),
+            str(row["layers"]),
+            str(row["heads"]),
+            str(row["kv_heads"]),
+            str(row["head_dim"]),
+            row["source"],
+            "yes" if row["on_this_machine"] else "no",
+        )
+    _console(out).print(table)
+
+
+def _params(n: int) -> str:
+    return f"{n / 1e9:.2f}B" if n >= 1e9 else f"{n / 1e6:.0f}M"
+
+
+def print_dof(
+    model: str, lam: float, config: SweepConfig, table: NDArray[np.float64], out: IO[str]
+) -> None:
+    """N(λ) of each layer (rows) and feature head (columns), and each layer's largest."""
+    n_heads = table.shape[1]
+    shown = min(n_heads, 12)
+    title = (
+        f"{model}: degrees of freedom N(λ) at λ = {format_lam(lam)}, "
+        f"J = {config.n_points}, scale {config.gram_scale}"
+    )
+    result = _table(">layer", ">max", *[f">head {h}" for h in range(shown)], title=title)
+    for i, heads in enumerate(table):
+        result.add_row(str(i), f"{heads.max():.1f}", *[f"{v:.1f}" for v in heads[:shown]])
+    console = _console(out)
+    console.print(result)
+    if shown < n_heads:
+        console.print(f"{n_heads - shown} more heads a layer; --json prints all")
+
+
+def print_plans(
+    ref: TeacherRef, plans: Sequence[tuple[str, int, float | None, Plan]], out: IO[str]
+) -> None:
+    """Feature dimension of each layer (rows) under each plan (columns)."""
+    from dofsweep.methods.base import student_state_bytes
+
+    heads = [
+        f">{name}\nC={budget}" + ("" if lam is None else f"\nλ={format_lam(lam)}")
+        for name, budget, lam, _ in plans
+    ]
+    table = _table(">layer", *heads, title=f"{ref.name}: feature dimension M of each layer")
+    for i in range(ref.shape.n_layers):
+        table.add_row(str(i), *[str(made.layer_dims[i]) for *_, made in plans])
+    table.add_section()
+    table.add_row("mean", *[f"{made.mean_dim:.2f}" for *_, made in plans])
+    table.add_row(
+        "state", *[format_bytes(student_state_bytes(made, ref.shape)) for *_, made in plans]
+    )
+    _console(out).print(table)
+
+
+def print_checks(checks: Sequence[Check], out: IO[str]) -> None:
+    """Findings of the doctor, and what to do about each."""
+    table = _table("", "check", "found", "what to do")
+    colours = {"ok": "green", "warn": "yellow", "fail": "red"}
+    for check in checks:
+        state = f"[{colours[check.state]}]{check.state}[/]"
+        table.add_row(state, check.name, check.found, check.remedy)
+    _console(out).print(table)

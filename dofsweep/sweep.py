@@ -1,0 +1,413 @@
+"""The pipeline of a sweep, in reading order: capture, spectra, plans, distil, evaluate.
+
+Every stage asks the store first and does only what is missing, and writes what it finished before
+the next one starts. The driver alone writes to the database; actors compute and return.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dofsweep.config import SweepConfig
+from dofsweep.core.plan import Plan, make_plan
+from dofsweep.core.spectrum import dof_table
+from dofsweep.corpus.cache import CachedCorpus, cached_corpus
+from dofsweep.corpus.load import check_corpus, is_remote
+from dofsweep.errors import ConfigError, SweepFailed
+from dofsweep.methods.base import cache_bytes, feature_head_count, student_state_bytes
+from dofsweep.methods.registry import load_student, save_student
+from dofsweep.records import HeadSpectrum, TrialResult, TrialSpec
+from dofsweep.store.repository import SweepRepository
+from dofsweep.teacher.capture import Capture
+from dofsweep.teacher.load import load_tokenizer
+from dofsweep.teacher.resolve import TeacherRef, resolve_teacher
+
+if TYPE_CHECKING:
+    from dofsweep.rayrun.runner import Progress
+    from dofsweep.rayrun.train import TrainJob, TrainOutcome
+
+log = logging.getLogger("dofsweep")
+
+LAM_MIN = 2.0**-10
+KL_SEQUENCES = 8
+"""Held-out sequences on which the per-layer KL is measured."""
+FLOAT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Runner(Protocol):
+    """What computes the stages; RayRunner is the one in use."""
+
+    def capture(
+        self, tokens: NDArray[np.int32], path: Path, options: dict[str, Any], progress: Progress
+    ) -> None: ...
+
+    def spectra(
+        self, path: Path, n_layers: int, options: dict[str, Any], progress: Progress
+    ) -> list[HeadSpectrum]: ...
+
+    def distill(self, job: TrainJob, storage: str, progress: Progress) -> TrainOutcome: ...
+
+    def evaluate(
+        self,
+        teacher_number: int | None,
+        students: Sequence[tuple[int, Path]],
+        tokens: NDArray[np.int32],
+        kl_sequences: int,
+        progress: Progress,
+    ) -> Iterator[TrialResult]: ...
+
+
+def storage_of(config: SweepConfig, home: Path) -> Path:
+    """Folder of captures, checkpoints and students."""
+    return Path(config.storage_path).expanduser() if config.storage_path else home / "storage"
+
+
+def preflight(config: SweepConfig, home: Path) -> TeacherRef:
+    """Check all that can be checked before any cluster time is spent.
+
+    Returns:
+        The teacher, found and on this machine.
+    Raises:
+        DofsweepError: of the kind of the fault, saying what to do.
+    """
+    ref = resolve_teacher(config.model, home=home)
+    if config.seq_len > ref.shape.max_positions:
+        raise ConfigError(
+            f"seq_len={config.seq_len} but {ref.name} has {ref.shape.max_positions} positions; "
+            f"use --seq-len {ref.shape.max_positions} or less"
+        )
+    if config.heldout_tokens < config.seq_len:
+        raise ConfigError(
+            f"heldout_tokens={config.heldout_tokens} is less than one sequence of "
+            f"{config.seq_len}; raise heldout_tokens or lower seq_len"
+        )
+    if config.workers and config.batch_size % config.workers:
+        raise ConfigError(
+            f"batch_size={config.batch_size} cannot be shared by {config.workers} workers; "
+            "make it a multiple of workers"
+        )
+    for trial in config.trials():
+        if trial.strategy in {"fix", "untrained"}:
+            plan_for(config, ref, trial, None)
+    check_corpus(config.corpus, config.heldout_corpus)
+    _check_writable(storage_of(config, home))
+    if config.train_tokens is not None:
+        _check_sizes(config, config.train_tokens // config.seq_len)
+    if not is_remote(config.corpus):
+        corpus_of(config, ref, storage_of(config, home))
+    return ref
+
+
+def _check_sizes(config: SweepConfig, n_sequences: int) -> None:
+    """Refuse training text that is less than a batch, or too little to sample from."""
+    if n_sequences < config.batch_size:
+        raise ConfigError(
+            f"there are {n_sequences} training sequences of {config.seq_len} tokens, less than "
+            f"one batch of {config.batch_size}; raise train_tokens or lower batch_size"
+        )
+    available = min(config.capture_sequences, n_sequences) * config.seq_len
+    if -(-config.n_points // 2) > available:
+        raise ConfigError(
+            f"n_points={config.n_points} needs {-(-config.n_points // 2)} keys a head and the "
+            f"sample has {available}; lower n_points or raise capture_sequences or train_tokens"
+        )
+
+
+def _check_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".write-probe"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as err:
+        raise ConfigError(
+            f"cannot write to {folder}: {err.strerror or err}; set DOFSWEEP_HOME or storage_path "
+            "to a folder that you may write"
+        ) from err
+
+
+def corpus_of(config: SweepConfig, ref: TeacherRef, storage: Path) -> CachedCorpus:
+    """The packed corpus, tokenised once and kept in storage.
+
+    Raises:
+        CorpusError: there is too little text.
+        ConfigError: there is less than a batch, or too little to sample from.
+    """
+    corpus = cached_corpus(
+        storage / "corpora",
+        lambda: load_tokenizer(ref),
+        tokenizer_key=ref.fingerprint,
+        name=config.corpus,
+        seq_len=config.seq_len,
+        train_tokens=config.train_tokens,
+        heldout_tokens=config.heldout_tokens,
+        seed=config.seed[0],
+        heldout_name=config.heldout_corpus,
+        text_field=config.text_field,
+    )
+    _check_sizes(config, len(corpus.train))
+    return corpus
+
+
+def capture_facts(config: SweepConfig, ref: TeacherRef, corpus: CachedCorpus) -> dict[str, Any]:
+    """All that a capture depends on; equal facts mean equal sampled points."""
+    return {
+        "teacher": ref.fingerprint,
+        "corpus": corpus.fingerprint,
+        "seq_len": config.seq_len,
+        "sequences": min(config.capture_sequences, len(corpus.train)),
+        "n_points": config.n_points,
+        "seed": config.seed[0],
+        "feature_heads": config.feature_heads,
+        "centered": config.center_keys,
+        "dtype": config.dtype,
+    }
+
+
+def spectrum_options(config: SweepConfig) -> dict[str, Any]:
+    """What a spectrum depends on besides the capture.
+
+    The bracket of N is certified from λ = 2^-10 up, or from the smallest λ asked for.
+    """
+    lam_min = min(LAM_MIN, *config.lam)
+    return {"gram_scale": config.gram_scale, "kernel": config.kernel, "lam_min": lam_min}
+
+
+def content_key(facts: dict[str, Any]) -> str:
+    """Short hash of facts."""
+    text = json.dumps(facts, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def plan_for(
+    config: SweepConfig, ref: TeacherRef, trial: TrialSpec, dof: NDArray[np.float64] | None
+) -> Plan:
+    """Plan of one trial.
+
+    Args:
+        dof: N of each layer and feature head at the trial's λ, [n_layers, F]; None for fix.
+    Raises:
+        PlanError: the budget cannot be met.
+    """
+    assert trial.budget is not None
+    return make_plan(
+        "fix" if trial.strategy == "untrained" else trial.strategy,
+        n_layers=ref.shape.n_layers,
+        n_heads=feature_head_count(ref.shape, config.feature_heads),
+        budget=trial.budget,
+        head_dim=ref.shape.head_dim,
+        dof=dof,
+        min_dim=config.min_dim,
+        multiple_of=config.multiple_of,
+        rounding=config.rounding,
+    )
+
+
+@dataclass
+class SweepRun:
+    """One sweep on its way through the stages."""
+
+    sweep_id: str
+    config: SweepConfig
+    ref: TeacherRef
+    repo: SweepRepository
+    runner: Runner
+    storage: Path
+    _plans: dict[int, Plan] = field(default_factory=dict)
+
+    def run(self, *, spectra_only: bool = False) -> None:
+        """All stages that are not done yet.
+
+        Raises:
+            SweepFailed: some trials could not be trained; the others are finished and stored.
+        """
+        with self._stage("corpus"):
+            corpus = corpus_of(self.config, self.ref, self.storage)
+        self.repo.set_fingerprints(
+            self.sweep_id, teacher=self.ref.fingerprint, corpus=corpus.fingerprint
+        )
+        capture_path, spectra = self._spectra(corpus)
+        if spectra_only:
+            return
+        trials = self.config.trials()
+        self._make_plans(trials, spectra)
+        failed = self._distill(trials, corpus, capture_path)
+        self._evaluate(trials, corpus, failed)
+        if failed:
+            raise SweepFailed(
+                f"{len(failed)} of {len(trials)} trials failed: " + "; ".join(failed.values())
+            )
+
+    def _progress(self, stage: str) -> Progress:
+        def report(done: int, total: int, detail: str = "") -> None:
+            self.repo.progress(self.sweep_id, stage, done, total, detail)
+
+        return report
+
+    @contextmanager
+    def _stage(self, stage: str) -> Iterator[Progress]:
+        """Announce a stage, and store how long it took."""
+        progress = self._progress(stage)
+        progress(0, 0, "")
+        self._note(stage, "started")
+        started = time.monotonic()
+        yield progress
+        seconds = time.monotonic() - started
+        self.repo.save_timing(self.sweep_id, stage, seconds=seconds)
+        self._note(stage, f"finished in {seconds:.1f} s")
+
+    def _note(self, stage: str, message: str) -> None:
+        """Say what happened in the sweep's history and in the driver's log."""
+        log.info("%s: %s", stage, message)
+        self.repo.event(self.sweep_id, "info", stage, message)
+
+    # -- capture and spectra ---------------------------------------------------------------
+
+    def _spectra(self, corpus: CachedCorpus) -> tuple[Path, list[HeadSpectrum]]:
+        """Spectra of all heads, from the store where the same teacher and text were seen."""
+        config, shape = self.config, self.ref.shape
+        sample = capture_facts(config, self.ref, corpus)
+        facts = sample | spectrum_options(config)
+        capture_path = self.storage / "captures" / f"{content_key(sample)}.safetensors"
+        key = content_key(facts)
+        self.repo.set_fingerprints(self.sweep_id, spectra_key=key)
+        if not capture_path.exists():
+            options = {
+                "n_points": config.n_points,
+                "seed": config.seed[0],
+                "feature_heads": config.feature_heads,
+                "center_keys": config.center_keys,
+            }
+            with self._stage("capture") as progress:
+                tokens = np.asarray(corpus.train[: sample["sequences"]])
+                self.runner.capture(tokens, capture_path, options, progress)
+        if stored := self.repo.load_spectra(key):
+            self._note("spectra", f"reused from the store: {key}")
+            return capture_path, stored[1]
+        with self._stage("spectra") as progress:
+            spectra = self.runner.spectra(
+                capture_path, shape.n_layers, spectrum_options(config), progress
+            )
+        n_heads = feature_head_count(shape, config.feature_heads)
+        meta = facts | {"model": self.ref.name, "n_layers": shape.n_layers, "n_heads": n_heads}
+        self.repo.save_spectra(key, meta, spectra)
+        return capture_path, spectra
+
+    # -- plans -----------------------------------------------------------------------------
+
+    def _make_plans(self, trials: list[TrialSpec], spectra: list[HeadSpectrum]) -> None:
+        for trial in trials:
+            if trial.strategy == "teacher":
+                continue
+            dof = None if trial.lam is None else dof_table(spectra, [trial.lam])[0]
+            plan = self._plans[trial.number] = plan_for(self.config, self.ref, trial, dof)
+            state = student_state_bytes(plan, self.ref.shape)
+            self.repo.save_plan(self.sweep_id, trial.number, plan.key, plan.dims, state)
+
+    # -- distil ----------------------------------------------------------------------------
+
+    def _student_path(self, number: int) -> Path:
+        return self.storage / "students" / self.sweep_id / f"{number}.safetensors"
+
+    def _distill(
+        self, trials: list[TrialSpec], corpus: CachedCorpus, capture_path: Path
+    ) -> dict[int, str]:
+        """Train what is not trained; returns the trials that failed, with the reason."""
+        from dofsweep.rayrun.train import TrainJob, initial_students
+
+        for trial in trials:
+            if trial.strategy == "untrained" and not self._student_path(trial.number).exists():
+                pair = ((trial, self._plans[trial.number]),)
+                fresh = initial_students(self.ref, self.config, pair, Capture.load(capture_path))
+                self._keep_student(trial.number, fresh[trial.number])
+        missing = [t for t in trials if t.loss and not self._student_path(t.number).exists()]
+        if not missing:
+            return {}
+        first = self._first_alike(missing)
+        todo = [t for t in missing if first[t.number] == t.number]
+        job = TrainJob(
+            self.sweep_id,
+            self.ref,
+            self.config,
+            tuple((trial, self._plans[trial.number]) for trial in todo),
+            str(capture_path),
+            str(corpus.train_path),
+            len(corpus.train),
+        )
+        with self._stage("distill") as progress:
+            outcome = self.runner.distill(job, str(self.storage / "runs"), progress)
+        self.repo.save_timing(
+            self.sweep_id, "train_loop", seconds=outcome.seconds, tokens=outcome.tokens
+        )
+        failed = {}
+        for number, trained in first.items():
+            self.repo.save_training(self.sweep_id, number, outcome.curves.get(trained, []))
+            if reason := outcome.failed.get(trained):
+                failed[number] = reason
+                self.repo.set_trial_state(self.sweep_id, number, "failed", error=reason)
+                continue
+            student = load_student(outcome.folder / f"student-{trained}.safetensors")
+            self._keep_student(number, student)
+        return failed
+
+    def _first_alike(self, trials: Sequence[TrialSpec]) -> dict[int, int]:
+        """For each trial the first one that is the same student: two λ may end at one plan."""
+        first: dict[Any, int] = {}
+        return {
+            t.number: first.setdefault(
+                (self._plans[t.number].key, t.feature_map, t.loss, t.seed), t.number
+            )
+            for t in trials
+        }
+
+    def _keep_student(self, number: int, student: Any) -> None:
+        path = self._student_path(number)
+        save_student(student, path)
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        self.repo.save_artifact(
+            self.sweep_id,
+            "student",
+            trial_number=number,
+            path=str(path),
+            sha256=digest,
+            size_bytes=path.stat().st_size,
+        )
+
+    # -- evaluate --------------------------------------------------------------------------
+
+    def _evaluate(
+        self, trials: list[TrialSpec], corpus: CachedCorpus, failed: dict[int, str]
+    ) -> None:
+        """Measure what is not measured; each result is stored as soon as it is known."""
+        done = self.repo.finished_trials(self.sweep_id)
+        todo = [t for t in trials if t.number not in done and t.number not in failed]
+        if not todo:
+            return
+        alike = self._first_alike([t for t in todo if t.strategy != "teacher"])
+        students = [(n, self._student_path(n)) for n in sorted(set(alike.values()))]
+        teacher = next((t.number for t in todo if t.strategy == "teacher"), None)
+        bytes_each = FLOAT_BYTES[self.config.dtype]
+        cache = cache_bytes(self.ref.shape, self.config.seq_len, bytes_each)
+        with self._stage("evaluate") as progress:
+            for result in self.runner.evaluate(
+                teacher, students, corpus.heldout, KL_SEQUENCES, progress
+            ):
+                same = [n for n, measured in alike.items() if measured == result.number]
+                for number in same or [result.number]:
+                    self.repo.save_result(
+                        self.sweep_id,
+                        replace(result, number=number),
+                        state_bytes=cache if number == teacher else None,
+                    )
+                    self.repo.set_trial_state(self.sweep_id, number, "finished")
