@@ -91,6 +91,7 @@ def submit(
     if target:
         ping(target)
     store = Store.open(db, create=True)
+    started = False
     try:
         if target:
             _refuse_local_file(store, target)
@@ -98,13 +99,15 @@ def submit(
         if target is None:
             if not find_cluster(home):
                 say("starting a local Ray cluster")
-            cluster, _ = ensure_cluster(home, keep=keep_cluster)
+            cluster, started = ensure_cluster(home, keep=keep_cluster)
             target = ClusterAddress(cluster.dashboard_url, token_path(home).read_text().strip())
         own = address is None
         sweep = Submitted(new_sweep_id(), store, Jobs(target), target, home, own)
         _write_and_start(sweep, config, kind)
     except BaseException:
         store.dispose()
+        if started:
+            stop_cluster(home)
         raise
     return sweep
 
