@@ -5,11 +5,12 @@ The command line is a thin layer over these functions; a script can call them as
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -87,25 +88,88 @@ def submit(
     Raises:
         DofsweepError: what is wrong, before any cluster time is spent.
     """
+    with _opened(db, address, home, create=True) as (store, target):
+        preflight(config, home)
+        return _start(store, target, home, keep_cluster, say, lambda s: _write(s, config, kind))
+
+
+def resume(
+    sweep: str,
+    *,
+    home: Path,
+    db: str | None = None,
+    address: str | None = None,
+    keep_cluster: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> Submitted:
+    """Go on with a sweep that was stopped, interrupted or failed: only what is missing is done.
+
+    Training goes on from its last checkpoint, so the numbers are those of an undisturbed run.
+
+    Args:
+        sweep: id or name; the others as in ``submit``.
+    Raises:
+        DofsweepError: it is under way, or has finished; or as in ``submit``.
+    """
+    with _opened(db, address, home, create=False) as (store, target):
+        row = get_sweep(store, sweep)
+        if row["state"] in {"submitted", "running"}:
+            raise ClusterError(
+                f"sweep {row['id']} is {row['state']}; watch it with `dofsweep show {row['id']}`, "
+                "or stop it first"
+            )
+        if row["state"] == "finished":
+            raise ClusterError(f"sweep {row['id']} has finished; nothing is missing")
+        config = SweepConfig(**row["config"])
+        preflight(config, home)
+
+        def again(submitted: Submitted) -> None:
+            submitted.jobs.forget(submitted.sweep_id)
+            _write(submitted, config, row["kind"])
+            SweepRepository(store).set_state(submitted.sweep_id, "submitted")
+
+        return _start(store, target, home, keep_cluster, say, again, row["id"])
+
+
+@contextlib.contextmanager
+def _opened(
+    db: str | None, address: str | None, home: Path, *, create: bool
+) -> Iterator[tuple[Store, ClusterAddress | None]]:
+    """The database, and the cluster where one was given; the database is let go of on an error."""
     target = given_address(address, home) if address else None
     if target:
         ping(target)
-    store = Store.open(db, create=True)
-    started = False
+    store = Store.open(db, create=create)
     try:
         if target:
             _refuse_local_file(store, target)
-        preflight(config, home)
+        yield store, target
+    except BaseException:
+        store.dispose()
+        raise
+
+
+def _start(
+    store: Store,
+    target: ClusterAddress | None,
+    home: Path,
+    keep_cluster: bool,
+    say: Callable[[str], None],
+    write: Callable[[Submitted], None],
+    sweep_id: str | None = None,
+) -> Submitted:
+    """Bring a cluster up if none was given, write the sweep's rows, and submit its job."""
+    own, started = target is None, False
+    try:
         if target is None:
             if not find_cluster(home):
                 say("starting a local Ray cluster")
             cluster, started = ensure_cluster(home, keep=keep_cluster)
             target = ClusterAddress(cluster.dashboard_url, token_path(home).read_text().strip())
-        own = address is None
-        sweep = Submitted(new_sweep_id(), store, Jobs(target), target, home, own)
-        _write_and_start(sweep, config, kind)
+        sweep = Submitted(sweep_id or new_sweep_id(), store, Jobs(target), target, home, own)
+        write(sweep)
+        _submit_job(sweep)
     except BaseException:
-        store.dispose()
         if started:
             stop_cluster(home)
         raise
@@ -120,7 +184,8 @@ def _refuse_local_file(store: Store, target: ClusterAddress) -> None:
         )
 
 
-def _write_and_start(sweep: Submitted, config: SweepConfig, kind: str) -> None:
+def _write(sweep: Submitted, config: SweepConfig, kind: str) -> None:
+    """The rows of a sweep and its trials; those that are there keep their states and figures."""
     repo = SweepRepository(sweep.store)
     repo.create_sweep(
         id=sweep.sweep_id,
@@ -134,10 +199,14 @@ def _write_and_start(sweep: Submitted, config: SweepConfig, kind: str) -> None:
     )
     if kind == "sweep":
         repo.add_trials(sweep.sweep_id, config.trials(), config.feature_heads)
+
+
+def _submit_job(sweep: Submitted) -> None:
+    row = get_sweep(sweep.store, sweep.sweep_id)
     try:
-        sweep.jobs.submit(sweep.sweep_id, model=config.model, env=_database_env(sweep))
+        sweep.jobs.submit(sweep.sweep_id, model=row["model"], env=_database_env(sweep))
     except DofsweepError as err:
-        repo.set_state(sweep.sweep_id, "failed", error=str(err))
+        SweepRepository(sweep.store).set_state(sweep.sweep_id, "failed", error=str(err))
         raise
 
 
@@ -149,7 +218,7 @@ def _database_env(sweep: Submitted) -> dict[str, str]:
         return env | {"DOFSWEEP_DB": sweep.store.url}
     path = sweep.home / "run" / f"{sweep.sweep_id}.db"
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(sweep.store.url)
     return env | {DB_URL_FILE: str(path), "DOFSWEEP_DB": ""}
 

@@ -331,11 +331,13 @@ class SweepRun:
                 pair = ((trial, self._plans[trial.number]),)
                 fresh = initial_students(self.ref, self.config, pair, Capture.load(capture_path))
                 self._keep_student(trial.number, fresh[trial.number])
-        missing = [t for t in trials if t.loss and not self._student_path(t.number).exists()]
+        trained = [t for t in trials if t.loss]
+        missing = [t.number for t in trained if not self._student_path(t.number).exists()]
         if not missing:
             return {}
-        first = self._first_alike(missing)
-        todo = [t for t in missing if first[t.number] == t.number]
+        # All of them, even if some are there: a checkpoint goes on with the trials it was made of.
+        first = self._first_alike(trained)
+        todo = [t for t in trained if first[t.number] == t.number]
         job = TrainJob(
             self.sweep_id,
             self.ref,
@@ -351,13 +353,14 @@ class SweepRun:
             self.sweep_id, "train_loop", seconds=outcome.seconds, tokens=outcome.tokens
         )
         failed = {}
-        for number, trained in first.items():
-            self.repo.save_training(self.sweep_id, number, outcome.curves.get(trained, []))
-            if reason := outcome.failed.get(trained):
+        for number in missing:
+            twin = first[number]
+            self.repo.save_training(self.sweep_id, number, outcome.curves.get(twin, []))
+            if reason := outcome.failed.get(twin):
                 failed[number] = reason
                 self.repo.set_trial_state(self.sweep_id, number, "failed", error=reason)
                 continue
-            student = load_student(outcome.folder / f"student-{trained}.safetensors")
+            student = load_student(outcome.folder / f"student-{twin}.safetensors")
             self._keep_student(number, student)
         return failed
 

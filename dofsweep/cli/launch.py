@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,10 +27,18 @@ from dofsweep.cli.options import (
     collect_settings,
 )
 
+if TYPE_CHECKING:
+    from dofsweep.service import Submitted
+
+Detach = Annotated[
+    bool, typer.Option("--detach", help="Return the sweep's id at once; the sweep goes on.")
+]
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module."""
     app.command()(launch)
+    app.command()(resume)
     app.command()(stop)
 
 
@@ -62,9 +70,7 @@ def launch(
     set_: Settings = None,
     db: Db = None,
     address: Address = None,
-    detach: Annotated[
-        bool, typer.Option("--detach", help="Return the sweep's id at once; the sweep goes on.")
-    ] = False,
+    detach: Detach = False,
     as_json: Json = False,
 ) -> None:
     """Run a sweep: the product of strategies, maps, losses, budgets, λ and seeds.
@@ -81,14 +87,41 @@ def launch(
     settings = collect_settings(config, preset, set_, given)
 
     from dofsweep import service
-    from dofsweep.cli.progress import follow_with_progress, say
-    from dofsweep.errors import SweepFailed
+    from dofsweep.cli.progress import say
     from dofsweep.store.session import default_home
 
     sweep = service.submit(
         settings, home=default_home(), db=db, address=address, keep_cluster=detach, say=say
     )
     say(f"sweep {sweep.sweep_id} submitted; Ray dashboard: {sweep.address.url}")
+    _see_through(sweep, detach, as_json)
+
+
+def resume(
+    sweep: Annotated[str, typer.Argument(help="Id or name of the sweep.")],
+    db: Db = None,
+    address: Address = None,
+    detach: Detach = False,
+    as_json: Json = False,
+) -> None:
+    """Go on with a sweep that was stopped, interrupted or failed; only what is missing is done."""
+    from dofsweep import service
+    from dofsweep.cli.progress import say
+    from dofsweep.store.session import default_home
+
+    found = service.resume(
+        sweep, home=default_home(), db=db, address=address, keep_cluster=detach, say=say
+    )
+    say(f"sweep {found.sweep_id} resumed; Ray dashboard: {found.address.url}")
+    _see_through(found, detach, as_json)
+
+
+def _see_through(sweep: Submitted, detach: bool, as_json: bool) -> None:
+    """Follow a sweep to its end and print its leaderboard; or, detached, say how to look at it."""
+    from dofsweep import service
+    from dofsweep.cli.progress import follow_with_progress, say
+    from dofsweep.errors import SweepFailed
+
     if detach:
         sweep.store.dispose()
         typer.echo(json.dumps({"sweep": sweep.sweep_id}) if as_json else sweep.sweep_id)
@@ -105,17 +138,18 @@ def launch(
     except KeyboardInterrupt:
         say(f"stopping {sweep.sweep_id}")
         service.stop(sweep.store, sweep.sweep_id, sweep.home)
-        raise SweepFailed(f"sweep {sweep.sweep_id} was stopped from the keyboard") from None
+        raise SweepFailed(
+            f"sweep {sweep.sweep_id} was stopped from the keyboard; go on with "
+            f"`dofsweep resume {sweep.sweep_id}`"
+        ) from None
     finally:
         service.close(sweep)
 
 
-def _print_leaderboard(sweep: object, as_json: bool) -> None:
+def _print_leaderboard(sweep: Submitted, as_json: bool) -> None:
     from dofsweep.report.tables import print_leaderboard
-    from dofsweep.service import Submitted
     from dofsweep.store.queries import leaderboard
 
-    assert isinstance(sweep, Submitted)
     rows = leaderboard(sweep.store, sweep.sweep_id)
     if as_json:
         typer.echo(json.dumps(rows, indent=1, default=str))

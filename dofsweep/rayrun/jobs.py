@@ -161,6 +161,18 @@ class Jobs:
         except (RuntimeError, ConnectionError) as err:
             raise ClusterError(f"cannot stop {sweep_id}: {_first_line(err)}") from err
 
+    def forget(self, sweep_id: str) -> None:
+        """Make the id of a job that has ended free for another; unknown ids are free already."""
+        status = self.status(sweep_id)
+        if status is None:
+            return
+        if status in {"PENDING", "RUNNING"}:
+            raise ClusterError(f"job {sweep_id} is {status}; stop it first")
+        try:
+            self._client.delete_job(sweep_id)
+        except (RuntimeError, ConnectionError) as err:
+            raise ClusterError(f"cannot forget job {sweep_id}: {_first_line(err)}") from err
+
     def logs(self, sweep_id: str) -> str:
         """All that the driver has printed."""
         try:

@@ -139,7 +139,7 @@ def test_importing_the_command_line_is_light() -> None:
 
 def test_every_command_has_help(here: Here) -> None:
     text = here.run("--help").stdout
-    for command in ("launch", "stop", "ls", "show", "leaderboard", "logs", "dof", "plan",
+    for command in ("launch", "resume", "stop", "ls", "show", "leaderboard", "logs", "dof", "plan",
                     "models", "doctor", "db", "cluster"):  # fmt: skip
         assert command in text
         done = here.run(command, "--help")

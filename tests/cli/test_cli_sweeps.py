@@ -132,10 +132,10 @@ def wait_for_stage(cli: Cli, sweep: str, stages: set[str]) -> dict[str, Any]:
     raise AssertionError(f"{sweep} never came to {stages}")
 
 
-LONG = ["--train-tokens", "65536", "--set", "batch_size=1"]
+LONG = ["--train-tokens", "32768", "--set", "batch_size=1", "--set", "checkpoint_steps=40"]
 
 
-def test_a_killed_driver_leaves_an_interrupted_sweep(cluster_cli: Cli) -> None:
+def test_a_killed_driver_leaves_an_interrupted_sweep_that_can_be_resumed(cluster_cli: Cli) -> None:
     sweep = cluster_cli.json("launch", *small("llama"), *LONG, "--detach")["sweep"]
     assert wait_for_stage(cluster_cli, sweep, {"distill"})["state"] == "running"
     driver = driver_of(sweep)
@@ -145,6 +145,13 @@ def test_a_killed_driver_leaves_an_interrupted_sweep(cluster_cli: Cli) -> None:
     (row,) = [r for r in cluster_cli.json("ls") if r["id"] == sweep]
     assert row["state"] == "interrupted"
     assert "interrupted" in cluster_cli.ok("show", sweep)
+    resumed = cluster_cli.json("resume", sweep)
+    whole = cluster_cli.json("launch", *small("llama"), *LONG)
+    same = ("strategy", "heldout_loss", "mean_kl", "state_bytes", "state")
+    assert [[r[k] for k in same] for r in resumed] == [[r[k] for k in same] for r in whole]
+    done = cluster_cli.run("resume", sweep)
+    assert done.returncode == 2
+    assert "has finished" in done.stderr
 
 
 def test_stop(cluster_cli: Cli, tmp_path: Path) -> None:
