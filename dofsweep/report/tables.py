@@ -9,6 +9,7 @@ from typing import IO, TYPE_CHECKING, Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,10 +21,11 @@ if TYPE_CHECKING:
     from dofsweep.teacher.resolve import TeacherRef
 
 WIDTH = 100
+STAGES = ("corpus", "capture", "spectra", "distill", "train_loop", "evaluate")
 
 
 def _console(out: IO[str]) -> Console:
-    console = Console(file=out, highlight=False)
+    console = Console(file=out, highlight=False, markup=False)  # names may hold brackets
     if not console.is_terminal:
         console.width = WIDTH
     return console
@@ -140,12 +142,16 @@ def print_sweep(row: dict[str, Any], trials: Sequence[dict[str, Any]], out: IO[s
     console.print(facts)
     if row.get("timings"):
         table = _table("stage", ">seconds", ">tokens/s")
-        for timing in row["timings"]:
+        for timing in sorted(row["timings"], key=_stage_order):
             rate = timing["tokens"] / timing["seconds"] if timing.get("tokens") else None
             table.add_row(timing["stage"], _number(timing["seconds"], 1), _number(rate, 0))
         console.print(table)
     if trials:
         _print_one_leaderboard(row["id"], list(trials), console)
+
+
+def _stage_order(timing: dict[str, Any]) -> int:
+    return STAGES.index(timing["stage"]) if timing["stage"] in STAGES else len(STAGES)
 
 
 def _short(value: Any) -> str:
@@ -222,6 +228,6 @@ def print_checks(checks: Sequence[Check], out: IO[str]) -> None:
     table = _table("", "check", "found", "what to do")
     colours = {"ok": "green", "warn": "yellow", "fail": "red"}
     for check in checks:
-        state = f"[{colours[check.state]}]{check.state}[/]"
+        state = Text(check.state, style=colours[check.state])
         table.add_row(state, check.name, check.found, check.remedy)
     _console(out).print(table)

@@ -74,6 +74,7 @@ def test_show_ls_and_logs(finished: list[dict[str, Any]], cluster_cli: Cli) -> N
     assert len(shown["trials"]) == 5
     for command in (["show", "first"], ["ls"]):
         assert "finished" in cluster_cli.ok(*command)
+    assert "strategy=[fix dof dof_clip]" in " ".join(cluster_cli.ok("show", "first").split())
     assert "Traceback" not in cluster_cli.ok("logs", "first")
 
 
