@@ -52,7 +52,10 @@ def _lease(repo: SweepRepository, sweep_id: str) -> Iterator[None]:
     def renew() -> None:
         while not stop.wait(LEASE_RENEW_S):
             try:
-                repo.renew_lease(sweep_id, holder, LEASE_TTL_S)
+                if not repo.renew_lease(sweep_id, holder, LEASE_TTL_S):
+                    log.error("another driver holds this sweep now; this one ends")
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    return
             except DofsweepError as err:
                 log.warning("lease not renewed: %s", err)
 

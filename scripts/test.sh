@@ -25,7 +25,7 @@ DOFSWEEP_HOME="$scratch/home" DOFSWEEP_DB="$scratch/check.db" dofsweep db upgrad
 DOFSWEEP_HOME="$scratch/home" DOFSWEEP_DB="$scratch/check.db" dofsweep db check
 echo "== pytest"
 if [ -n "$fast" ]; then
-  python -m pytest -m "not slow and not ray" "$@"
+  OMP_NUM_THREADS=1 python -m pytest -n 2 -m "not slow and not ray" "$@"
   exit
 fi
 # Tests on Ray mostly wait for processes to start, so the others run beside them. A part that the

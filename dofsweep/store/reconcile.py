@@ -11,7 +11,7 @@ from dofsweep.store.models import SweepRow
 from dofsweep.store.session import Store, database_now
 from dofsweep.store.writes import ACTIVE_STATES, time_now
 
-GRACE_S = 120.0
+GRACE_S = 600.0
 """How long a sweep may wait for its driver to take the lease."""
 
 

@@ -9,17 +9,21 @@ import stat
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from postgres import free_port
+from samples import create
 from sqlalchemy import make_url, text
 
 from dofsweep.errors import StoreError
 from dofsweep.store import migrate
 from dofsweep.store.models import VERSION_TABLE
+from dofsweep.store.queries import get_sweep
+from dofsweep.store.repository import SweepRepository
 from dofsweep.store.session import Store, default_home, resolve_url
 from dofsweep.store.urls import mask
 
@@ -124,9 +128,9 @@ def test_a_revision_that_is_not_known_asks_for_the_newer_program(
     store = open_store(url, create=True)
     with store.session() as session:
         session.execute(text(f"UPDATE {VERSION_TABLE} SET version_num = '9999'"))
-    for create in (False, True):
+    for make in (False, True):
         with pytest.raises(StoreError, match="revision 9999.*install the newer dofsweep"):
-            Store.open(url, create=create)
+            Store.open(url, create=make)
     with pytest.raises(StoreError, match="newer dofsweep"):
         migrate.upgrade(url)
 
@@ -136,9 +140,9 @@ def test_an_older_revision_asks_for_an_upgrade(
 ) -> None:
     open_store(url, create=True)
     monkeypatch.setattr("dofsweep.store.session.REVISIONS", ("0001", "0002"))
-    for create in (False, True):
+    for make in (False, True):
         with pytest.raises(StoreError, match="at revision 0001.*run `dofsweep db upgrade`"):
-            Store.open(url, create=create)
+            Store.open(url, create=make)
 
 
 def test_tables_of_the_same_names_by_another_program_are_left_alone(url: str) -> None:
@@ -157,9 +161,9 @@ def test_tables_of_the_same_names_by_another_program_are_left_alone(url: str) ->
 def test_a_file_that_is_something_else_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "notes.db"
     path.write_text("these are my notes, and no database at all\n" * 100)
-    for create in (False, True):
+    for make in (False, True):
         with pytest.raises(StoreError, match="not a database"):
-            Store.open(str(path), create=create)
+            Store.open(str(path), create=make)
     assert path.read_text().startswith("these are my notes")
 
 
@@ -202,22 +206,24 @@ def test_a_database_that_is_not_there_is_named(pg_server: str) -> None:
         Store.open(url, create=True)
 
 
-def test_two_writers_take_turns(store: Store) -> None:
-    """A transaction that reads before it writes must wait, not fail."""
+def test_two_writers_take_turns(store: Store, repo: SweepRepository) -> None:
+    """A transaction that reads before it writes must wait, not fail, and not write over another."""
+    create(repo)
     inside = threading.Event()
+    add = text("UPDATE sweep SET done = done + 1")
 
     def slow() -> None:
         with store.session() as session:
-            session.scalar(text("SELECT COUNT(*) FROM sweep"))
+            session.scalar(text("SELECT done FROM sweep"))
             inside.set()
-            time.sleep(0.3)
-            session.execute(text("UPDATE sweep SET name = 'slow'"))
+            time.sleep(0.5)
+            session.execute(add)
 
-    thread = threading.Thread(target=slow)
-    thread.start()
-    assert inside.wait(10)
-    with store.session() as session:
-        session.scalar(text("SELECT COUNT(*) FROM sweep"))
-        session.execute(text("UPDATE sweep SET name = 'other'"))
-    thread.join(10)
-    assert not thread.is_alive()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(slow)
+        assert inside.wait(30)
+        with store.session() as session:
+            session.scalar(text("SELECT done FROM sweep"))
+            session.execute(add)
+        first.result(30)
+    assert get_sweep(store, "sw-1")["done"] == 2
