@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from rich import box
 from rich.console import Console
@@ -32,11 +32,14 @@ def _console(out: IO[str]) -> Console:
 
 
 def _table(*columns: str, title: str | None = None) -> Table:
-    """A plain table; a column whose name starts with > is aligned to the right."""
+    """A plain table. A column whose name starts with > is aligned to the right; it and one whose
+    name starts with ! are never cut."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in columns:
         right = name.startswith(">")
-        table.add_column(name.lstrip(">"), justify="right" if right else "left", no_wrap=right)
+        whole = right or name.startswith("!")
+        justify: Literal["left", "right"] = "right" if right else "left"
+        table.add_column(name.lstrip(">!"), justify=justify, no_wrap=whole, overflow="fold")
     return table
 
 
@@ -112,13 +115,15 @@ def print_sweeps(rows: Sequence[dict[str, Any]], out: IO[str]) -> None:
     if not rows:
         console.print("no sweeps yet; start one with `dofsweep launch`")
         return
-    table = _table("id", "name", "kind", "model", "state", "stage", ">done", "started (UTC)")
+    table = _table("!id", "name", "model", "!state", "stage", ">done", "!started (UTC)")
     for row in rows:
         name = "" if row["name"] == row["id"] else row["name"]
+        name = name if row["kind"] == "sweep" else f"{name} ({row['kind']})".strip()
+        model = row["model"].rstrip("/").split("/")[-1]
         counts = f"{row['done']}/{row['total']}" if row["total"] else ""
         started = str(row["created_at"])[:16].replace("T", " ")
         table.add_row(
-            row["id"], name, row["kind"], row["model"], row["state"], row["stage"] or "", counts,
+            row["id"], name, model, row["state"], row["stage"] or "", counts,
             started,
         )  # fmt: skip
     console.print(table)
