@@ -18,7 +18,7 @@ from types import FrameType
 
 from dofsweep.config import SweepConfig
 from dofsweep.errors import DofsweepError
-from dofsweep.rayrun.env import NAMESPACE, TRAIN
+from dofsweep.rayrun.env import NAMESPACE
 from dofsweep.store.lease import lease_holder
 from dofsweep.store.queries import get_sweep
 from dofsweep.store.repository import SweepRepository
@@ -72,8 +72,9 @@ def _lease(repo: SweepRepository, sweep_id: str) -> Iterator[None]:
 def _run(sweep_id: str, store: Store, repo: SweepRepository) -> None:
     import ray
 
+    from dofsweep.prepare import storage_of
     from dofsweep.rayrun.runner import RayRunner
-    from dofsweep.sweep import SweepRun, storage_of
+    from dofsweep.sweep import SweepRun
     from dofsweep.teacher.resolve import resolve_teacher
 
     ray.init(
@@ -118,14 +119,10 @@ def main() -> int:
     """Run a sweep; the exit code is 0 only when every trial finished."""
     sweep_id = sys.argv[1]
     _log_to(log_path(default_home(), sweep_id))
-    os.environ.update({name: value for name, value in TRAIN.items() if name not in os.environ})
-    store = Store.open(_database_url())
-    repo = SweepRepository(store)
-    try:
+    with Store.open(_database_url()) as store:
+        repo = SweepRepository(store)
         with _lease(repo, sweep_id):
             return _supervised(sweep_id, store, repo)
-    finally:
-        store.dispose()
 
 
 def _supervised(sweep_id: str, store: Store, repo: SweepRepository) -> int:

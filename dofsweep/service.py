@@ -21,16 +21,9 @@ from urllib.parse import urlsplit
 from dofsweep import __version__
 from dofsweep.config import SweepConfig
 from dofsweep.core.plan import Plan
-from dofsweep.core.spectrum import dof_table
 from dofsweep.driver import DB_URL_FILE
 from dofsweep.errors import ClusterError, DofsweepError, SweepFailed
-from dofsweep.rayrun.jobs import ClusterAddress, Jobs, given_address, ping
-from dofsweep.rayrun.local import ensure_cluster, find_cluster, stop_cluster, token_path
-from dofsweep.records import HeadSpectrum
-from dofsweep.store.queries import get_sweep
-from dofsweep.store.repository import SweepRepository
-from dofsweep.store.session import Store
-from dofsweep.sweep import (
+from dofsweep.prepare import (
     capture_facts,
     content_key,
     corpus_of,
@@ -39,6 +32,12 @@ from dofsweep.sweep import (
     spectrum_options,
     storage_of,
 )
+from dofsweep.rayrun.jobs import ClusterAddress, Jobs, given_address, ping
+from dofsweep.rayrun.local import ensure_cluster, find_cluster, stop_cluster, token_path
+from dofsweep.records import HeadSpectrum
+from dofsweep.store.queries import get_sweep
+from dofsweep.store.repository import SweepRepository
+from dofsweep.store.session import Store
 from dofsweep.teacher.resolve import TeacherRef
 
 ENDED = {"finished", "failed", "stopped", "interrupted"}
@@ -71,7 +70,6 @@ def submit(
     config: SweepConfig,
     *,
     home: Path,
-    kind: str = "sweep",
     db: str | None = None,
     address: str | None = None,
     keep_cluster: bool = False,
@@ -80,7 +78,6 @@ def submit(
     """Check everything, then write the sweep's row and submit its job.
 
     Args:
-        kind: "sweep", or "spectra" to stop after the spectra.
         db: database URL; default as in ``Store.open``.
         address: dashboard address of a cluster; default the local one, started if need be.
         keep_cluster: leave a local cluster up when the sweep ends.
@@ -90,7 +87,7 @@ def submit(
     """
     with _opened(db, address, home, create=True) as (store, target):
         preflight(config, home)
-        return _start(store, target, home, keep_cluster, say, lambda s: _write(s, config, kind))
+        return _start(store, target, home, keep_cluster, say, lambda s: _write(s, config, "sweep"))
 
 
 def resume(
@@ -340,27 +337,24 @@ def measure_spectra(
     Raises:
         SweepFailed: the job did not finish.
     """
-    store = Store.open(db, create=True)
-    try:
-        ref = preflight(config, home)
-        corpus = corpus_of(config, ref, storage_of(config, home))
-        key = content_key(capture_facts(config, ref, corpus) | spectrum_options(config))
-        repo = SweepRepository(store)
-        if stored := repo.load_spectra(key):
+    ref = preflight(config, home)
+    corpus = corpus_of(config, ref, storage_of(config, home))
+    key = content_key(capture_facts(config, ref, corpus) | spectrum_options(config))
+    with Store.open(db, create=True) as store:
+        if stored := SweepRepository(store).load_spectra(key):
             say("spectra taken from the store")
             return ref, stored[1]
-        sweep = submit(config, home=home, kind="spectra", db=db, address=address, say=say)
-        try:
-            row = follow(sweep, watch)
-        finally:
-            close(sweep)
+    with _opened(db, address, home, create=False) as (store, target):
+        sweep = _start(store, target, home, False, say, lambda s: _write(s, config, "spectra"))
+    try:
+        row = follow(sweep, watch)
         if row["state"] != "finished":
             raise SweepFailed(f"{row['id']} {row['state']}: {row['error']}")
-        stored = repo.load_spectra(key)
-        assert stored is not None
-        return ref, stored[1]
+        stored = SweepRepository(store).load_spectra(key)
     finally:
-        store.dispose()
+        close(sweep)
+    assert stored is not None
+    return ref, stored[1]
 
 
 def plans_for(
@@ -372,8 +366,7 @@ def plans_for(
         if not trial.loss or trial.seed != config.seed[0]:
             continue
         assert trial.budget is not None
-        dof = None if trial.lam is None else dof_table(spectra, [trial.lam])[0]
-        plan = plan_for(config, ref, trial, dof)
+        plan = plan_for(config, ref, trial, spectra)
         entry = (trial.strategy, trial.budget, trial.lam, plan)
         if entry not in found:
             found.append(entry)

@@ -7,9 +7,7 @@ cd "$(dirname "$0")/.."
 . scripts/venv.sh
 
 export DOFSWEEP_HOME="${DOFSWEEP_HOME:-$PWD/.demo}"
-dofsweep launch --model smollm2-135m --corpus pydoc \
-  --strategy fix --strategy dof --strategy dof_clip --budget 64 --lam 2^-8 \
-  --seq-len 256 --train-tokens 40960 --heldout-tokens 6144 \
-  --set n_points=512 --name demo "$@"
-dofsweep plan --model smollm2-135m --corpus pydoc --budget 64 --lam 2^-8 \
-  --seq-len 256 --set train_tokens=40960 --set heldout_tokens=6144 --set n_points=512
+what=(--model smollm2-135m --corpus pydoc --budget 64 --lam 2^-8
+  --seq-len 256 --train-tokens 40960 --heldout-tokens 6144 --set n_points=512)
+dofsweep launch "${what[@]}" --strategy fix --strategy dof --strategy dof_clip --name demo "$@"
+dofsweep plan "${what[@]}"

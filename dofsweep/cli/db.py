@@ -19,12 +19,9 @@ def upgrade(db: Db = None) -> None:
     """Make the tables, or bring them up to the revision this dofsweep needs."""
     from dofsweep.store.session import Store
 
-    store = Store(db)
-    try:
+    with Store(db) as store:
         store.upgrade()
         typer.echo(f"{store.safe_url} is at revision {store.revision()}")
-    finally:
-        store.dispose()
 
 
 @app.command()
@@ -33,12 +30,9 @@ def current(db: Db = None, as_json: Json = False) -> None:
     from dofsweep.store.models import REVISIONS
     from dofsweep.store.session import Store
 
-    store = Store(db)
-    try:
+    with Store(db) as store:
         store.require_file()
         found = store.revision()
-    finally:
-        store.dispose()
     facts = {"database": store.safe_url, "revision": found, "needed": REVISIONS[-1]}
     if as_json:
         typer.echo(json.dumps(facts))
@@ -52,10 +46,9 @@ def check(db: Db = None) -> None:
     from dofsweep.store.migrate import check as compare
     from dofsweep.store.session import Store
 
-    store = Store.open(db)
-    store.dispose()
-    compare(store.url)
-    typer.echo(f"{store.safe_url} is as it should be")
+    with Store.open(db) as store:
+        compare(store.url)
+        typer.echo(f"{store.safe_url} is as it should be")
 
 
 @app.command()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,7 +23,13 @@ from dofsweep.cli.options import (
     Settings,
     TrainTokens,
     collect_settings,
+    print_json,
 )
+
+if TYPE_CHECKING:
+    from dofsweep.config import SweepConfig
+    from dofsweep.records import HeadSpectrum
+    from dofsweep.teacher.resolve import TeacherRef
 
 
 def register(app: typer.Typer) -> None:
@@ -43,9 +48,23 @@ def models(as_json: Json = False) -> None:
 
     rows = catalog_rows(default_home())
     if as_json:
-        typer.echo(json.dumps(rows, indent=1))
+        print_json(rows)
     else:
         print_models(rows, sys.stdout)
+
+
+def _spectra(
+    settings: SweepConfig, db: str | None, address: str | None
+) -> tuple[TeacherRef, list[HeadSpectrum]]:
+    """Spectra from the store or from a job, with its progress shown."""
+    from dofsweep.cli.progress import say, watcher
+    from dofsweep.service import measure_spectra
+    from dofsweep.store.session import default_home
+
+    with watcher() as watch:
+        return measure_spectra(
+            settings, home=default_home(), db=db, address=address, say=say, watch=watch
+        )
 
 
 def dof(
@@ -72,16 +91,10 @@ def dof(
              "train_tokens": train_tokens, "heldout_tokens": heldout_tokens}  # fmt: skip
     settings = collect_settings(config, preset, set_, given)
 
-    from dofsweep import service
-    from dofsweep.cli.progress import say, watcher
     from dofsweep.core.spectrum import dof_table
     from dofsweep.report.tables import print_dof
-    from dofsweep.store.session import default_home
 
-    with watcher() as watch:
-        ref, spectra = service.measure_spectra(
-            settings, home=default_home(), db=db, address=address, say=say, watch=watch
-        )
+    ref, spectra = _spectra(settings, db, address)
     tables = dof_table(spectra, settings.lam)
     if as_json:
         rows = [
@@ -90,7 +103,7 @@ def dof(
             for i, heads in enumerate(table)
             for h, value in enumerate(heads)
         ]
-        typer.echo(json.dumps(rows, indent=1))
+        print_json(rows)
         return
     for value, table in zip(settings.lam, tables, strict=True):
         print_dof(ref.name, value, settings, table, sys.stdout)
@@ -121,17 +134,12 @@ def plan(
              "train_tokens": train_tokens, "heldout_tokens": heldout_tokens}  # fmt: skip
     settings = collect_settings(config, preset, set_, given)
 
-    from dofsweep import service
-    from dofsweep.cli.progress import say, watcher
     from dofsweep.methods.base import student_state_bytes
     from dofsweep.report.tables import print_plans
-    from dofsweep.store.session import default_home
+    from dofsweep.service import plans_for
 
-    with watcher() as watch:
-        ref, spectra = service.measure_spectra(
-            settings, home=default_home(), db=db, address=address, say=say, watch=watch
-        )
-    plans = service.plans_for(settings, ref, spectra)
+    ref, spectra = _spectra(settings, db, address)
+    plans = plans_for(settings, ref, spectra)
     if as_json:
         rows = [
             {
@@ -145,7 +153,7 @@ def plan(
             }
             for name, c, value, made in plans
         ]
-        typer.echo(json.dumps(rows, indent=1))
+        print_json(rows)
         return
     print_plans(ref, plans, sys.stdout)
 
@@ -158,7 +166,7 @@ def doctor(db: Db = None, address: Address = None, as_json: Json = False) -> Non
 
     checks = check_all(default_home(), db, address)
     if as_json:
-        typer.echo(json.dumps([check.as_dict() for check in checks], indent=1))
+        print_json([check.as_dict() for check in checks])
     else:
         print_checks(checks, sys.stdout)
     if any(check.state == "fail" for check in checks):

@@ -25,6 +25,7 @@ from dofsweep.cli.options import (
     Settings,
     TrainTokens,
     collect_settings,
+    print_json,
 )
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def _print_leaderboard(sweep: Submitted, as_json: bool) -> None:
 
     rows = leaderboard(sweep.store, sweep.sweep_id)
     if as_json:
-        typer.echo(json.dumps(rows, indent=1, default=str))
+        print_json(rows)
     elif any(row["heldout_loss"] is not None for row in rows):
         print_leaderboard(rows, sys.stdout)
 
@@ -166,13 +167,10 @@ def stop(
     from dofsweep import service
     from dofsweep.store.session import Store, default_home
 
-    store = Store.open(db)
-    try:
+    with Store.open(db) as store:
         home: Path = default_home()
         row = service.stop(store, sweep, home)
         if as_json:
             typer.echo(json.dumps({"sweep": row["id"], "state": row["state"]}))
         else:
             typer.echo(f"{row['id']} is {row['state']}")
-    finally:
-        store.dispose()

@@ -88,3 +88,10 @@ def collect_settings(
         values[name.strip().replace("-", "_")] = value.strip()
     values |= {name: value for name, value in options.items() if value not in (None, [])}
     return make_config(values, preset=preset)
+
+
+def print_json(value: Any) -> None:
+    """A result on stdout, as JSON."""
+    import json
+
+    typer.echo(json.dumps(value, indent=1, default=str))

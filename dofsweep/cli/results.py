@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from dofsweep.cli.options import Db, Json
+from dofsweep.cli.options import Db, Json, print_json
 
 SweepArgument = Annotated[str, typer.Argument(help="Id or name of the sweep.")]
 
@@ -21,23 +20,16 @@ def register(app: typer.Typer) -> None:
     app.command()(logs)
 
 
-def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=1, default=str))
-
-
 def list_(db: Db = None, as_json: Json = False) -> None:
     """List the sweeps, newest first."""
     from dofsweep.report.tables import print_sweeps
     from dofsweep.store.queries import list_sweeps
     from dofsweep.store.session import Store
 
-    store = Store.open(db)
-    try:
+    with Store.open(db) as store:
         rows = list_sweeps(store)
-    finally:
-        store.dispose()
     if as_json:
-        _print_json(rows)
+        print_json(rows)
     else:
         print_sweeps(rows, sys.stdout)
 
@@ -49,14 +41,11 @@ def show(sweep: SweepArgument, db: Db = None, as_json: Json = False) -> None:
     from dofsweep.store.queries import leaderboard as read_leaderboard
     from dofsweep.store.session import Store
 
-    store = Store.open(db)
-    try:
+    with Store.open(db) as store:
         row = get_sweep(store, sweep)
         trials = read_leaderboard(store, row["id"])
-    finally:
-        store.dispose()
     if as_json:
-        _print_json(row | {"trials": trials})
+        print_json(row | {"trials": trials})
     else:
         print_sweep(row, trials, sys.stdout)
 
@@ -73,13 +62,10 @@ def leaderboard(
     from dofsweep.store.queries import leaderboard as read_leaderboard
     from dofsweep.store.session import Store
 
-    store = Store.open(db)
-    try:
+    with Store.open(db) as store:
         rows = read_leaderboard(store, sweep)
-    finally:
-        store.dispose()
     if as_json:
-        _print_json(rows)
+        print_json(rows)
     else:
         print_leaderboard(rows, sys.stdout)
 
@@ -92,14 +78,11 @@ def logs(sweep: SweepArgument, db: Db = None, as_json: Json = False) -> None:
     from dofsweep.store.session import Store, default_home
 
     home = default_home()
-    store = Store.open(db)
-    try:
+    with Store.open(db) as store:
         row = get_sweep(store, sweep)
-    finally:
-        store.dispose()
     path = log_path(home, row["id"])
     text = path.read_text() if path.exists() else service.jobs_of(row, home).logs(row["id"])
     if as_json:
-        _print_json({"sweep": row["id"], "lines": text.splitlines()})
+        print_json({"sweep": row["id"], "lines": text.splitlines()})
     else:
         typer.echo(text, nl=False)

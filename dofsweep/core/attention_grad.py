@@ -164,6 +164,7 @@ class LinearAttention(torch.autograd.Function):
         inputs = Inputs(heads, log_q, log_k, v, key_mask)
 
         def num_grads() -> Iterator[Tensor]:
+            """Gradient of each segment's num [v, 1] sums, last segment first."""
             for cut in reversed(ctx.cuts):
                 g, o, den = (chunked(x, cut, heads.keys) for x in (grad, out, total))
                 g = g.to(heads.dtype)

@@ -66,6 +66,7 @@ def orthogonal_features(
     n_blocks = -(-feature_dim // head_dim)
 
     def draw(*shape: int) -> Tensor:
+        """N(0, 1) in float64, so that QR is exact enough."""
         return torch.randn(
             *shape, generator=generator, device=generator.device, dtype=torch.float64
         )

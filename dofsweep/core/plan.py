@@ -136,13 +136,7 @@ def make_plan(
     if max_dim is not None and max_dim < min_dim:
         raise PlanError(f"max_dim={max_dim} is below min_dim={min_dim}; raise max_dim")
     if strategy == "fix":
-        dim = budget // multiple_of * multiple_of
-        if dim < min_dim or (max_dim is not None and dim > max_dim):
-            raise PlanError(
-                f"budget={budget} gives every layer {dim}, outside min_dim={min_dim} to "
-                f"max_dim={max_dim} in steps of {multiple_of}; change the budget or the bounds"
-            )
-        return Plan(((dim,) * n_heads,) * n_layers)
+        return Plan(((_fixed_dim(budget, min_dim, max_dim, multiple_of),) * n_heads,) * n_layers)
 
     table = _checked_dof(strategy, dof, n_layers, n_heads)
     lowest = min_dim
@@ -154,16 +148,32 @@ def make_plan(
     share = _paper_shares if rounding == "paper" else _exact_shares
     dims = share(weights, budget, lowest, max_dim, multiple_of)
     if strategy == "dof_clip":
-        cap = head_dim // multiple_of * multiple_of
-        if cap < lowest:
-            raise PlanError(
-                f"dof_clip gives a layer at most {cap} features (head_dim={head_dim}, "
-                f"multiple_of={multiple_of}) and min_dim={lowest} asks for more; lower min_dim"
-            )
-        dims = np.minimum(dims, cap)
+        dims = np.minimum(dims, _clip_at(head_dim, lowest, multiple_of))
     if strategy == "dof_head":
         return Plan(tuple(tuple(map(int, row)) for row in dims.reshape(n_layers, n_heads)))
     return Plan(tuple((int(m),) * n_heads for m in dims))
+
+
+def _fixed_dim(budget: int, lowest: int, cap: int | None, step: int) -> int:
+    """C, rounded down to a multiple of step."""
+    dim = budget // step * step
+    if dim < lowest or (cap is not None and dim > cap):
+        raise PlanError(
+            f"budget={budget} gives every layer {dim}, outside min_dim={lowest} to "
+            f"max_dim={cap} in steps of {step}; change the budget or the bounds"
+        )
+    return dim
+
+
+def _clip_at(head_dim: int, lowest: int, step: int) -> int:
+    """Where ``dof_clip`` cuts: d, rounded down to a multiple of step."""
+    cap = head_dim // step * step
+    if cap < lowest:
+        raise PlanError(
+            f"dof_clip gives a layer at most {cap} features (head_dim={head_dim}, "
+            f"multiple_of={step}) and min_dim={lowest} asks for more; lower min_dim"
+        )
+    return cap
 
 
 def _exact_shares(

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dofsweep.core.spectrum_block import certified_top
+from dofsweep.core.spectrum_block import CertifiedTop, certified_top
 from dofsweep.core.spectrum_dof import (
     PSD_TOL,
     degrees_of_freedom,
@@ -135,13 +135,8 @@ def head_spectra(
         SpectrumError: as the reference, or lam_min or rel_width not positive.
     """
     check_request(points, scale, n_queries, layer_idx, gram_scale, kernel)
-    if not lam_min > 0 or not rel_width > 0:
-        raise SpectrumError(
-            f"lam_min={lam_min} and rel_width={rel_width} must be positive; usual values are "
-            "2^-10 and 0.01"
-        )
-    if generator is None:
-        generator = torch.Generator(points.device).manual_seed(0)
+    _check_bracket(lam_min, rel_width)
+    generator = generator or torch.Generator(points.device).manual_seed(0)
     n_points = points.shape[1]
     # One head at a time through the same two buffers: no allocation of J² floats per head.
     gram_buffer = points.new_empty(1, n_points, n_points, dtype=torch.float64)
@@ -156,26 +151,35 @@ def head_spectra(
             kernel=kernel,
             out=gram_buffer,
         )
-        top = None
-        if gram_scale == "trace":
-            if single_buffer is None:
-                single_buffer = torch.empty_like(gram[0], dtype=torch.float32)
-            top = certified_top(
-                gram[0],
-                single_buffer.copy_(gram[0]),
-                lam_min=lam_min,
-                rel_width=rel_width,
-                max_rank=min(n_points if max_rank is None else max_rank, len(gram[0]) // 3),
-                generator=generator,
-            )
-        if top is None:
-            spectra.append(
-                _dense(gram, log_factor, layer_idx=layer_idx, head_idx=head, n_points=n_points)
-            )
-        else:
-            values = top.values.cpu().numpy()
-            spectra.append(HeadSpectrum(layer_idx, head, values, top.tail, n_points))
+        facts = {"layer_idx": layer_idx, "head_idx": head, "n_points": n_points}
+        if gram_scale != "trace":
+            spectra.append(_dense(gram, log_factor, **facts))
+            continue
+        if single_buffer is None:
+            single_buffer = torch.empty_like(gram[0], dtype=torch.float32)
+        top = certified_top(
+            gram[0],
+            single_buffer.copy_(gram[0]),
+            lam_min=lam_min,
+            rel_width=rel_width,
+            max_rank=min(n_points if max_rank is None else max_rank, len(gram[0]) // 3),
+            generator=generator,
+        )
+        spectra.append(_dense(gram, log_factor, **facts) if top is None else _kept(top, **facts))
     return spectra
+
+
+def _check_bracket(lam_min: float, rel_width: float) -> None:
+    if not lam_min > 0 or not rel_width > 0:
+        raise SpectrumError(
+            f"lam_min={lam_min} and rel_width={rel_width} must be positive; usual values are "
+            "2^-10 and 0.01"
+        )
+
+
+def _kept(top: CertifiedTop, *, layer_idx: int, head_idx: int, n_points: int) -> HeadSpectrum:
+    """Record of one head from the certified part of its spectrum."""
+    return HeadSpectrum(layer_idx, head_idx, top.values.cpu().numpy(), top.tail, n_points)
 
 
 def _dense(

@@ -133,6 +133,7 @@ def lam_for_dof(spectra: HeadSpectrum | Sequence[HeadSpectrum], target: float) -
     high = math.log(sum(float(s.values.sum()) + s.tail for s in every)) + 60.0
 
     def measure(log_lam: float) -> float:
+        """Mean over layers of the largest N of their heads."""
         table = dof_table(every, [math.exp(log_lam)])[0]
         return float(table.max(axis=1).mean())
 

@@ -8,6 +8,8 @@ times cheaper than a decomposition: with (Σ + λI)^-1 = L^-T L^-1,
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -83,7 +85,25 @@ def bootstrap_dof(
         SpectrumError: as ``leverage_scores``, or too few points or replicates.
     """
     check_request(points, scale, n_queries, layer_idx, gram_scale, kernel)
-    n_keys = points.shape[1] - n_queries
+    _check_replicates(layer_idx, n_queries, points.shape[1] - n_queries, n_boot, confidence)
+    how: Any = {"gram_scale": gram_scale, "kernel": kernel, "layer_idx": layer_idx}
+    whole = _leverage(points, scale, lam, n_queries=n_queries, **how).sum(-1)
+    draws = []
+    for _ in range(n_boot):
+        chosen = _half_of_each(n_queries, points.shape[1], generator).to(points.device)
+        scores = _leverage(points[:, chosen], scale, lam, n_queries=n_queries // 2, **how)
+        draws.append(scores.sum(-1))
+    replicates = torch.stack(draws)
+    spread = (len(chosen) / (points.shape[1] - len(chosen))) ** 0.5
+    relative = spread * (replicates / replicates.mean(0) - 1)
+    ends = torch.tensor([0.5 - confidence / 2, 0.5 + confidence / 2]).to(relative)
+    low, high = whole * (1 + relative.quantile(ends, dim=0))
+    return low, high
+
+
+def _check_replicates(
+    layer_idx: int, n_queries: int, n_keys: int, n_boot: int, confidence: float
+) -> None:
     if n_boot < 2 or 1 in (n_queries, n_keys) or not 0 < confidence < 1:
         raise SpectrumError(
             f"layer {layer_idx}: n_boot={n_boot}, {n_queries} queries, {n_keys} keys, "
@@ -91,28 +111,14 @@ def bootstrap_dof(
             "and a confidence between 0 and 1"
         )
 
-    how = {"gram_scale": gram_scale, "kernel": kernel}
 
-    def measure(sample: Tensor, queries: int) -> Tensor:
-        scores = _leverage(sample, scale, lam, n_queries=queries, layer_idx=layer_idx, **how)
-        return scores.sum(-1)
-
-    def half(first: int, count: int) -> Tensor:
+def _half_of_each(n_queries: int, n_points: int, generator: torch.Generator) -> Tensor:
+    """Indices of half of the queries, then half of the keys, without repeats."""
+    halves = []
+    for first, count in ((0, n_queries), (n_queries, n_points - n_queries)):
         order = torch.randperm(count, generator=generator, device=generator.device)
-        return (order[: count // 2] + first).to(points.device)
-
-    whole = measure(points, n_queries)
-    draws = []
-    for _ in range(n_boot):
-        chosen = torch.cat([half(0, n_queries), half(n_queries, n_keys)])
-        draws.append(measure(points[:, chosen], n_queries // 2))
-    replicates = torch.stack(draws)
-    kept = n_queries // 2 + n_keys // 2
-    spread = (kept / (points.shape[1] - kept)) ** 0.5
-    relative = spread * (replicates / replicates.mean(0) - 1)
-    ends = torch.tensor([0.5 - confidence / 2, 0.5 + confidence / 2]).to(relative)
-    low, high = whole * (1 + relative.quantile(ends, dim=0))
-    return low, high
+        halves.append(order[: count // 2] + first)
+    return torch.cat(halves)
 
 
 def _leverage(

@@ -51,7 +51,7 @@ def board_name(sweep_id: str) -> str:
 
 
 class Poster:
-    """A worker's way to the board; posts are not waited for, and at most a few a second."""
+    """A worker's way to the board; posts are not waited for."""
 
     def __init__(self, sweep_id: str) -> None:
         self._board = ray.get_actor(board_name(sweep_id), namespace=NAMESPACE)

@@ -41,5 +41,5 @@ PASSED_ON = (
 
 
 def job_env() -> dict[str, str]:
-    """Variables for a submitted job: the caller's that matter, and those of Ray Train."""
-    return {name: os.environ[name] for name in PASSED_ON if name in os.environ} | TRAIN
+    """Variables of the caller for a submitted job."""
+    return {name: os.environ[name] for name in PASSED_ON if name in os.environ}

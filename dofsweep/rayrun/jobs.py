@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import logging
@@ -10,7 +11,7 @@ import shlex
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,52 +115,45 @@ class Jobs:
         from ray.job_submission import JobSubmissionClient
 
         headers = {"Authorization": f"Bearer {address.token}"} if address.token else None
-        try:
+        with _cluster_errors(address.url):
             self._client = JobSubmissionClient(address.url, headers=headers)
-        except (ConnectionError, RuntimeError) as err:
-            raise ClusterError(f"{address.url}: {_first_line(err)}") from err
 
     def submit(self, sweep_id: str, *, model: str, env: dict[str, str]) -> None:
         """Start the driver of a sweep as a job.
 
         Raises:
-            ClusterError: the cluster does not take the job.
+            ClusterError: the cluster does not take the job; all methods raise it when the
+                cluster is gone or refuses.
         """
         entrypoint = f"{shlex.quote(sys.executable)} -m dofsweep.driver {shlex.quote(sweep_id)}"
-        try:
+        with _cluster_errors("the cluster did not take the job"):
             self._client.submit_job(
                 entrypoint=entrypoint,
                 submission_id=sweep_id,
                 runtime_env={"env_vars": job_env() | env},
                 metadata={"sweep": sweep_id, "model": model},
             )
-        except (RuntimeError, ConnectionError) as err:
-            raise ClusterError(f"the cluster did not take the job: {_first_line(err)}") from err
 
     def status(self, sweep_id: str) -> str | None:
         """PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED; None for an unknown job."""
-        try:
-            return str(self._client.get_job_status(sweep_id).value)
-        except RuntimeError as err:
-            if "404" in str(err):
+        with _cluster_errors("cannot ask for the job"):
+            try:
+                return str(self._client.get_job_status(sweep_id).value)
+            except RuntimeError as err:
+                if "404" not in str(err):
+                    raise
                 return None
-            raise ClusterError(f"cannot ask for the job: {_first_line(err)}") from err
-        except ConnectionError as err:
-            raise ClusterError(f"the cluster is gone: {_first_line(err)}") from err
 
     def message(self, sweep_id: str) -> str:
-        """What the cluster says of how the job ended."""
-        try:
+        """What the cluster says of how the job ended; nothing if it can no longer say."""
+        with contextlib.suppress(RuntimeError, ConnectionError):
             return str(self._client.get_job_info(sweep_id).message or "")
-        except (RuntimeError, ConnectionError):
-            return ""
+        return ""
 
     def stop(self, sweep_id: str) -> None:
         """Ask a job to end: SIGTERM, then SIGKILL some seconds later."""
-        try:
+        with _cluster_errors(f"cannot stop {sweep_id}"):
             self._client.stop_job(sweep_id)
-        except (RuntimeError, ConnectionError) as err:
-            raise ClusterError(f"cannot stop {sweep_id}: {_first_line(err)}") from err
 
     def forget(self, sweep_id: str) -> None:
         """Make the id of a job that has ended free for another; unknown ids are free already."""
@@ -168,25 +162,16 @@ class Jobs:
             return
         if status in {"PENDING", "RUNNING"}:
             raise ClusterError(f"job {sweep_id} is {status}; stop it first")
-        try:
+        with _cluster_errors(f"cannot forget job {sweep_id}"):
             self._client.delete_job(sweep_id)
-        except (RuntimeError, ConnectionError) as err:
-            raise ClusterError(f"cannot forget job {sweep_id}: {_first_line(err)}") from err
 
     def logs(self, sweep_id: str) -> str:
         """All that the driver has printed."""
-        try:
+        with _cluster_errors(f"no logs of {sweep_id}"):
             return str(self._client.get_job_logs(sweep_id))
-        except (RuntimeError, ConnectionError) as err:
-            raise ClusterError(f"no logs of {sweep_id}: {_first_line(err)}") from err
-
-    def tail(self, sweep_id: str) -> AsyncIterator[str]:
-        """Log lines as they come, until the job ends."""
-        tail: AsyncIterator[str] = self._client.tail_job_logs(sweep_id)
-        return tail
 
     def running(self) -> list[str]:
-        """Ids of the jobs that have not ended."""
+        """Ids of the jobs that have not ended; none on a cluster that is gone."""
         try:
             jobs = self._client.list_jobs()
         except (RuntimeError, ConnectionError):
@@ -194,6 +179,11 @@ class Jobs:
         return [str(job.submission_id) for job in jobs if not job.status.is_terminal()]
 
 
-def _first_line(err: Exception) -> str:
-    lines = str(err).strip().splitlines()
-    return lines[0] if lines else type(err).__name__
+@contextlib.contextmanager
+def _cluster_errors(what: str) -> Iterator[None]:
+    """What the client of the Jobs API raises, as one line of ours."""
+    try:
+        yield
+    except (RuntimeError, ConnectionError) as err:
+        lines = str(err).strip().splitlines()
+        raise ClusterError(f"{what}: {lines[0] if lines else type(err).__name__}") from err

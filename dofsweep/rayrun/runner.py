@@ -126,7 +126,7 @@ class RayRunner:
         """Train all students of a job from one teacher pass."""
         share = job_share(job.config.workers)
         with _watching(self.sweep_id, progress):
-            return train(job, n_workers=share.count, share=share, storage=storage)
+            return train(job, share, storage)
 
     def evaluate(
         self,

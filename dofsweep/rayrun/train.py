@@ -230,12 +230,11 @@ def _checkpoint(
         ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(path))
 
 
-def train(job: TrainJob, *, n_workers: int, share: Share, storage: str) -> TrainOutcome:
+def train(job: TrainJob, share: Share, storage: str) -> TrainOutcome:
     """Train all students of a job and wait for the end.
 
     Args:
-        n_workers: data-parallel workers; must divide the batch.
-        share: what each worker gets.
+        share: how many data-parallel workers, which must divide the batch, and what each gets.
         storage: folder, seen by every node, for checkpoints.
     Raises:
         DistillError: training broke down for good; the message has the worker's own.
@@ -248,7 +247,7 @@ def train(job: TrainJob, *, n_workers: int, share: Share, storage: str) -> Train
         _train_loop,
         train_loop_config={"job": job, "threads": share.threads},
         scaling_config=ray.train.ScalingConfig(
-            num_workers=n_workers,
+            num_workers=share.count,
             use_gpu=share.num_gpus > 0,
             resources_per_worker={"CPU": share.num_cpus, "GPU": share.num_gpus}
             if share.num_gpus

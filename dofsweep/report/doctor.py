@@ -109,9 +109,8 @@ def _database(db: str | None) -> Check:
         path = url.removeprefix("sqlite:///")
         if url.startswith("sqlite") and not Path(path).exists():
             return Check("database", "ok", f"{path} (made by the first launch)")
-        store = Store.open(db)
-        safe = store.safe_url
-        store.dispose()
+        with Store.open(db) as store:
+            safe = store.safe_url
     except DofsweepError as err:
         return Check("database", "fail", "not usable", str(err))
     return Check("database", "ok", safe)

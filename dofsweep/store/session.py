@@ -55,6 +55,12 @@ class Store:
             raise
         return store
 
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.dispose()
+
     def _make_ready(self, create: bool) -> None:
         if not create:
             self.require_file()
