@@ -128,13 +128,14 @@ def _certify(
     VᵀV = LLᵀ, the columns of VL^-T are, and all that is wanted follows from three r x r products.
     """
     n_rows = len(sigma)
-    basis = block.double()
-    product = sigma @ basis
-    factor, failed = torch.linalg.cholesky_ex(basis.T @ basis)
+    # As rows, since BLAS multiplies a wide matrix by Σ twice as fast as Σ by a tall one.
+    basis = block.T.double().contiguous()
+    product = basis @ sigma
+    factor, failed = torch.linalg.cholesky_ex(basis @ basis.T)
     if int(failed):  # rounding made two columns alike: another round will part them
         return None
-    ritz, turn = torch.linalg.eigh(_sandwich(factor, basis.T @ product))
-    squares = _sandwich(factor, product.T @ product)  # of Σv_i in a turned basis
+    ritz, turn = torch.linalg.eigh(_sandwich(factor, basis @ product.T))
+    squares = _sandwich(factor, product @ product.T)  # of Σv_i in a turned basis
     ritz, turn = ritz.flip(0).clamp_min(0.0), turn.flip(1)
     dust = n_rows * _EPS
     residual = ((turn * (squares @ turn)).sum(0) - ritz.square()).clamp_min(0.0)

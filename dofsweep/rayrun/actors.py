@@ -99,12 +99,12 @@ class SpectrumActor:
 
     def layer(self, path: str, layer_idx: int, options: dict[str, Any]) -> list[HeadSpectrum]:
         """Spectra of all feature heads of one layer of a capture file."""
-        capture = Capture.load(Path(path))
-        points = capture.points[layer_idx].to(self._device)
+        capture = Capture.load(Path(path), layer_idx)
+        points = capture.points[0].to(self._device)
         with torch.no_grad():
             return head_spectra(
                 points,
-                capture.scales[layer_idx],
+                capture.scales[0],
                 n_queries=capture.n_queries,
                 layer_idx=layer_idx,
                 **options,

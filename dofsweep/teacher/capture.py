@@ -48,14 +48,15 @@ class Capture:
         part.replace(path)
 
     @staticmethod
-    def load(path: Path) -> Capture:
-        """Read what ``save`` wrote."""
+    def load(path: Path, layer_idx: int | None = None) -> Capture:
+        """Read what ``save`` wrote: all layers, or one alone."""
         with safe_open(path, framework="pt") as file:
             scales = file.get_tensor("scales").tolist()
+            layers = range(len(scales)) if layer_idx is None else [layer_idx]
             return Capture(
-                points=[file.get_tensor(f"points_{i:03d}") for i in range(len(scales))],
-                key_mean=[file.get_tensor(f"key_mean_{i:03d}") for i in range(len(scales))],
-                scales=scales,
+                points=[file.get_tensor(f"points_{i:03d}") for i in layers],
+                key_mean=[file.get_tensor(f"key_mean_{i:03d}") for i in layers],
+                scales=[scales[i] for i in layers],
                 n_queries=int(file.metadata()["n_queries"]),
             )
 
