@@ -22,7 +22,6 @@ from torch import Tensor
 
 from dofsweep.core.attention_grad import (
     CHUNK,
-    CausalLogSums,
     Inputs,
     LinearAttention,
     cut_tokens,
@@ -38,7 +37,6 @@ from dofsweep.errors import StudentError
 __all__ = [
     "LinearState",
     "attention_reference",
-    "causal_log_sums",
     "linear_attention",
     "linear_attention_prefill",
     "linear_attention_step",
@@ -97,19 +95,6 @@ def linear_attention(
     out: Tensor = LinearAttention.apply(  # type: ignore[no-untyped-call]
         Inputs(heads, log_q.detach(), log_k.detach(), v.detach(), key_mask), cuts, log_q, log_k, v
     )
-    return out
-
-
-def causal_log_sums(log_q: Tensor, log_k: Tensor, key_mask: Tensor | None = None) -> Tensor:
-    """log Σ_{j<=i} a_ij, [B, H, L]: the row normaliser of the attention, differentiable.
-
-    Args and errors as in ``linear_attention``. float32, or float64 when an input is.
-    """
-    v = log_k.detach()[..., :0]
-    heads = check_inputs(log_q, log_k, v, key_mask)
-    cuts = cut_tokens(log_q, 0, CHUNK)
-    inputs = Inputs(heads, log_q.detach(), log_k.detach(), v, key_mask)
-    out: Tensor = CausalLogSums.apply(inputs, cuts, log_q, log_k)  # type: ignore[no-untyped-call]
     return out
 
 

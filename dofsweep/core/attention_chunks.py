@@ -65,11 +65,6 @@ class Segment:
     values: Tensor
     """[B, K, n, C, E]; the last channel is one."""
 
-    @property
-    def has_values(self) -> bool:
-        """False where only the row sums are wanted (D = 0)."""
-        return self.values.shape[-1] > 1
-
 
 def by_chunk(x: Tensor, heads: int, chunk: int) -> Tensor:
     """View [B, heads·R, n·C, X] as [B, heads, n, R, C, X]."""
@@ -273,21 +268,15 @@ def segment_grads(
             after[:, :, t] = decayed
         later = decayed.add_(sent[:, :, t])
     grads.log_k += (seg.values @ after.transpose(-1, -2)).mul_(f.k)
-    if seg.has_values:
-        grads.values += f.k @ after
+    grads.values += f.k @ after
     return grads, later
 
 
 def chunk_grads(q: Tensor, k: Tensor, values: Tensor, start: Tensor, grad: Tensor) -> SegmentGrads:
-    """Gradients within chunks (keys up to the chunk's end, rows of the chunk).
-
-    Where ``values`` hold nothing but the ones, theirs is left 0.
-    """
+    """Gradients within chunks (keys up to the chunk's end, rows of the chunk)."""
     pairs = pair_weights(grad, values)
     d_q = (pairs @ k).add_(grad @ start.transpose(-1, -2)).mul_(q)
     d_k = (pairs.transpose(-1, -2) @ q).mul_(k)
-    if values.shape[-1] == 1:
-        return SegmentGrads(d_q, d_k, torch.zeros_like(values))
     return SegmentGrads(d_q, d_k, pair_weights(q, k).transpose(-1, -2) @ grad)
 
 

@@ -1,4 +1,4 @@
-"""Causal linear attention and its row sums as differentiable functions of log features.
+"""Causal linear attention as a differentiable function of log features.
 
 Both walk over segments of tokens with the running sums of ``attention_chunks``. Nothing of size
 L x L, or L x M x D, outlives a segment: the forward pass keeps its output, one number per row, and
@@ -172,41 +172,6 @@ class LinearAttention(torch.autograd.Function):
                 yield (torch.cat([g, dot], -1) / empty_as_inf(den)).flatten(3, 4)
 
         return None, None, *walk_back(inputs, ctx.cuts, ctx.states, num_grads())
-
-
-class CausalLogSums(torch.autograd.Function):
-    """log Σ_{j<=i} a_ij of every row, [B, H, L] in the working precision."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: Inputs, cuts: list[Cut], *tensors: Tensor) -> Tensor:
-        """The tensors are log_q and log_k of ``inputs``, whose v has no channels."""
-        log_q, log_k = tensors
-        heads = inputs.heads
-        total = log_q.new_empty((*log_q.shape[:3], 1), dtype=heads.dtype)
-        log_sum = torch.empty_like(total)
-        state = inputs.empty_state()
-        states = [state]
-        for cut, num, shift, after in walk(inputs, cuts, state):
-            rows = split_rows(num, cut.chunk)
-            chunked(total, cut, heads.keys).copy_(rows)
-            rows = nonzero(rows).log_().add_(shift.view(rows.shape))
-            chunked(log_sum, cut, heads.keys).copy_(rows)
-            states.append(after)
-        ctx.inputs, ctx.cuts, ctx.states = (heads, inputs.key_mask), cuts, states[:-1]
-        ctx.save_for_backward(log_q, log_k, inputs.v, total)
-        return log_sum.squeeze(-1)
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """d num = grad / num."""
-        log_q, log_k, v, total = ctx.saved_tensors
-        heads, key_mask = ctx.inputs
-        weight = grad[..., None] / empty_as_inf(total)
-        parts = (chunked(weight, cut, heads.keys).flatten(3, 4) for cut in reversed(ctx.cuts))
-        inputs = Inputs(heads, log_q, log_k, v, key_mask)
-        d_q, d_k, _ = walk_back(inputs, ctx.cuts, ctx.states, parts)
-        return None, None, d_q, d_k
 
 
 def write_ratio(rows: Tensor, out: Tensor) -> None:

@@ -16,6 +16,7 @@ from dofsweep.core.losses_rows import (
     Workspace,
     make_student,
     make_teacher,
+    pair_weights,
     row_chunks,
 )
 from dofsweep.errors import StudentError
@@ -75,7 +76,8 @@ class KernelError(torch.autograd.Function):
             top = kernel.amax(-1, keepdim=True)
             kernel.sub_(top).exp_()
             size = kernel.square().sum(-1, keepdim=True)
-            student.weights(rows, weights).clamp_min_(TINY)
+            pair = student.pair(rows)
+            pair_weights(pair, weights).clamp_min_(TINY)
             shift = student.r[:, :, rows, None] - norm[:, :, rows, None] - top
             estimate_kernel(student, rows, weights, shift, estimate)
             teacher.hide(estimate, rows, 0)
@@ -83,7 +85,7 @@ class KernelError(torch.autograd.Function):
             total += float((error.square().sum(-1, keepdim=True) / size).double().sum())
             if wanted:
                 slope = error.mul_(estimate).mul_(2 / size)
-                student.add_grads(rows, slope.div_(weights))
+                student.add_grads(rows, pair, slope.div_(weights))
         ctx.n_rows, ctx.dtypes = teacher.n_rows, (log_q.dtype, log_k.dtype)
         if wanted:
             ctx.save_for_backward(*student.grads())
@@ -131,10 +133,9 @@ def output_loss(
     Returns:
         Scalar, no unit.
     """
-    teacher = make_teacher(q, k, scale, key_mask)
-    v = v.detach().float()
-    out = linear_attention(log_q, log_k, v, key_mask)
-    target = teacher_output(teacher, v, row_chunk)
+    teacher = make_teacher(q, k, scale, key_mask, v)
+    out = linear_attention(log_q, log_k, v.detach().float(), key_mask)
+    target = teacher_output(teacher, row_chunk)
     error = out - target
     if key_mask is not None:
         padded = ~key_mask[:, None, :, None]
@@ -144,16 +145,13 @@ def output_loss(
 
 
 @torch.no_grad()
-def teacher_output(teacher: Teacher, v: Tensor, row_chunk: int) -> Tensor:
+def teacher_output(teacher: Teacher, row_chunk: int) -> Tensor:
     """The teacher's attention output [B, H, L, D'], a few rows at a time."""
-    B, H, L, _ = teacher.q.shape
-    G, D = v.shape[1], v.shape[3]
-    out = v.new_empty(B, H, L, D)
+    assert teacher.v is not None
+    out = teacher.v.new_empty(*teacher.q.shape[:3], teacher.v.shape[-1])
     space = Workspace(teacher, row_chunk, 2)
-    for rows in row_chunks(L, row_chunk):
+    for rows in row_chunks(teacher.q.shape[2], row_chunk):
         logits, p = space.views(rows)
         torch.softmax(teacher.logits(rows, out=logits), -1, out=p)
-        seen = v[:, :, : rows.stop].reshape(B * G, rows.stop, D)
-        part = torch.bmm(p.view(B * G, -1, rows.stop), seen)
-        out[:, :, rows] = part.view(B, H, -1, D)
+        out[:, :, rows] = teacher.output(p, rows)
     return out

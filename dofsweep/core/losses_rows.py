@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -28,12 +29,7 @@ MASKED = -1e30
 """Teacher logit of a pair that is not to be seen: finite, so that an empty row is not NaN."""
 
 TINY = 1e-36
-"""Pair weights below this are near the end of float32 and are computed again from their logs."""
-
-NEGLIGIBLE = 1e-12
-"""Teacher probability below which such a pair cannot matter to a loss."""
-
-PAIRS_AT_ONCE = 1 << 14
+"""Pair weights below this are near the end of float32."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +42,8 @@ class Teacher:
     """[B, G, L, D] float32"""
     key_mask: Tensor | None
     """[B, L] bool, True for a real token"""
+    v: Tensor | None = None
+    """[B, G, L, D'] float32, where the attention output is wanted as well"""
 
     @property
     def n_rows(self) -> int:
@@ -63,11 +61,16 @@ class Teacher:
         logits = torch.bmm(q, k, out=into).view(B, H, T, S)
         return self.hide(logits, rows, MASKED)
 
+    def output(self, p: Tensor, rows: slice) -> Tensor:
+        """P v of some rows, [B, H, T, D'], from their P [B, H, T, S]."""
+        assert self.v is not None
+        B, H, T, S = p.shape
+        v = self.v[:, :, :S].reshape(B * self.v.shape[1], S, -1)
+        return torch.bmm(p.view(len(v), -1, S), v).view(B, H, T, -1)
+
     def hide(self, x: Tensor, rows: slice, value: float) -> Tensor:
         """Write ``value`` where x [B, H, T, S] pairs a row with a later or padded key, in place."""
-        T = rows.stop - rows.start
-        later = torch.ones(T, T, dtype=torch.bool, device=x.device).triu_(1)
-        x[..., rows.start :].masked_fill_(later, value)
+        x[..., rows.start :].masked_fill_(later_keys(rows.stop - rows.start, x.device), value)
         if self.key_mask is not None:
             x.masked_fill_(~self.key_mask[:, None, None, : rows.stop], value)
         return x
@@ -79,7 +82,15 @@ class Teacher:
         return x
 
 
-def make_teacher(q: Tensor, k: Tensor, scale: float, key_mask: Tensor | None) -> Teacher:
+@lru_cache(maxsize=8)
+def later_keys(T: int, device: torch.device) -> Tensor:
+    """[T, T] bool: which keys of a chunk's own tokens a row must not see. Not to be changed."""
+    return torch.ones(T, T, dtype=torch.bool, device=device).triu_(1)
+
+
+def make_teacher(
+    q: Tensor, k: Tensor, scale: float, key_mask: Tensor | None, v: Tensor | None = None
+) -> Teacher:
     """Check the teacher's queries and keys, [B, H, L, D] and [B, G, L, D].
 
     Raises:
@@ -96,14 +107,20 @@ def make_teacher(q: Tensor, k: Tensor, scale: float, key_mask: Tensor | None) ->
             "[B, H, L, D] and [B, G, L, D] with H a multiple of G; take both from the same call"
         )
     check_mask(key_mask, q.shape[0], q.shape[2])
-    return Teacher(q.detach().float() * scale, k.detach().float(), key_mask)
+    values = None if v is None else v.detach().float()
+    return Teacher(q.detach().float() * scale, k.detach().float(), key_mask, values)
 
 
 @dataclass
 class Student:
-    """Features of all rows, and the gradients of the loss so far."""
+    """Features of all rows, and the gradients of the loss so far.
+
+    N students of equal shape may be stacked along the batch: then B here is N times the teacher's.
+    """
 
     heads: Heads
+    copies: int
+    """N"""
     x: Tensor
     """[B, H, L, M] float32, exp(log_q + c - r)"""
     y: Tensor
@@ -111,18 +128,10 @@ class Student:
     r: Tensor
     """[B, H, L]"""
     n: Tensor
-    """[B, K, L]"""
+    """[B, K, L]; -inf where the key is padding"""
     d_x: Tensor | None
     """Σ_j (W_ij/b_ij) y_j so far, like x; None when no gradient is wanted."""
     d_y: Tensor | None
-    rescued: tuple[Tensor, Tensor] | None = None
-    """Gradients of log_q and log_k from pairs too small for b, [B, H, L, M] and [B, K, L, M]."""
-
-    def weights(self, rows: slice, out: Tensor) -> Tensor:
-        """b of some rows, written to ``out`` [B, H, T, S]."""
-        x, y = self.pair(rows)
-        torch.bmm(x, y.transpose(1, 2), out=out.view(x.shape[0], x.shape[1], rows.stop))
-        return out
 
     def pair(self, rows: slice) -> tuple[Tensor, Tensor]:
         """x and y of some rows as [B·K, R·T, M] and [B·K, S, M]."""
@@ -130,50 +139,34 @@ class Student:
         x = self.x[:, :, rows].reshape(B * K, -1, M)
         return x, self.y[:, :, : rows.stop].reshape(B * K, -1, M)
 
-    def add_grads(self, rows: slice, per_weight: Tensor) -> None:
-        """Take in d loss / d b = W/b of some rows, [B, H, T, S]."""
+    def key_weights(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """exp(n_j - top) for the keys that some rows may see, and top: [B, K, 1, 1, S or 1]."""
+        n = self.n[:, :, None, None, : rows.stop]
+        top = n.amax(-1, keepdim=True).clamp_min(torch.finfo(n.dtype).min)
+        return (n - top).exp_(), top
+
+    def add_grads(self, rows: slice, pair: tuple[Tensor, Tensor], per_weight: Tensor) -> None:
+        """Take in d loss / d b = W/b of some rows, [B, H, T, S], with their ``pair``."""
         assert self.d_x is not None
         assert self.d_y is not None
-        x, y = self.pair(rows)
+        x, y = pair
         pairs = per_weight.view(x.shape[0], x.shape[1], rows.stop)
         self.d_x[:, :, rows] = torch.bmm(pairs, y).view(self.d_x[:, :, rows].shape)
         into = self.d_y[:, :, : rows.stop]
         into += torch.bmm(pairs.transpose(1, 2), x).view(into.shape)
 
-    def rescue_tiny(
-        self, log_q: Tensor, log_k: Tensor, rows: slice, p: Tensor, weights: Tensor
-    ) -> float:
-        """Σ P_ij log b_ij over pairs with b near float32's end, from their logs.
-
-        Their ``weights`` are replaced by 1, so that what is computed from these adds nothing.
-        """
-        tiny = weights < TINY
-        where = (tiny & (p > NEGLIGIBLE)).nonzero(as_tuple=True)
-        weights.masked_fill_(tiny, 1)
-        total = 0.0
-        for part in zip(*(index.split(PAIRS_AT_ONCE) for index in where), strict=True):
-            b, h, t, j = part
-            i, kh = t + rows.start, h // self.heads.group
-            logits = log_q.detach()[b, h, i].float() + log_k.detach()[b, kh, j].float()
-            mass = p[b, h, t, j]
-            shift = self.r[b, h, i] + self.n[b, kh, j]
-            total += float(((logits.logsumexp(-1) - shift) * mass).sum())
-            if self.d_x is not None and self.d_y is not None:
-                if self.rescued is None:
-                    self.rescued = (torch.zeros_like(self.d_x), torch.zeros_like(self.d_y))
-                shares = logits.softmax(-1) * mass[:, None]
-                self.rescued[0].index_put_((b, h, i), shares, accumulate=True)
-                self.rescued[1].index_put_((b, kh, j), shares, accumulate=True)
-        return total
-
     def grads(self) -> tuple[Tensor, Tensor]:
         """Gradients of log_q and log_k."""
         assert self.d_x is not None
         assert self.d_y is not None
-        d_q, d_k = self.d_x.mul_(self.x), self.d_y.mul_(self.y)
-        if self.rescued is not None:
-            d_q, d_k = d_q.add_(self.rescued[0]), d_k.add_(self.rescued[1])
-        return d_q, d_k
+        return self.d_x.mul_(self.x), self.d_y.mul_(self.y)
+
+
+def pair_weights(pair: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
+    """b of some rows, written to ``out`` [B, H, T, S]."""
+    x, y = pair
+    torch.bmm(x, y.transpose(1, 2), out=out.view(len(x), x.shape[1], y.shape[1]))
+    return out
 
 
 def make_student(log_q: Tensor, log_k: Tensor, teacher: Teacher, *, with_grads: bool) -> Student:
@@ -185,16 +178,20 @@ def make_student(log_q: Tensor, log_k: Tensor, teacher: Teacher, *, with_grads: 
     Raises:
         StudentError: the features do not fit the teacher's queries and keys.
     """
-    heads = check_inputs(log_q, log_k, log_k[..., :0], teacher.key_mask)
-    if log_q.shape[:3] != teacher.q.shape[:3] or log_k.shape[1] % teacher.k.shape[1]:
+    copies, rest = divmod(log_q.shape[0], teacher.q.shape[0])
+    mask = teacher.key_mask
+    if mask is not None and copies > 1:
+        mask = mask.repeat(copies, 1)
+    heads = check_inputs(log_q, log_k, log_k[..., :0], mask if not rest else None)
+    if rest or log_q.shape[1:3] != teacher.q.shape[1:3] or log_k.shape[1] % teacher.k.shape[1]:
         raise StudentError(
             f"features of {tuple(log_q.shape[:3])} queries and {log_k.shape[1]} key heads do not "
             f"fit the teacher's {tuple(teacher.q.shape[:3])} and {teacher.k.shape[1]} key heads; "
             "compute them from the q and k that are passed here"
         )
     log_q, log_k, padded = log_q.detach().float(), log_k.detach().float(), None
-    if teacher.key_mask is not None:
-        padded = ~teacher.key_mask[:, None, :, None]
+    if mask is not None:
+        padded = ~mask[:, None, :, None]
         log_q, log_k = (x.masked_fill(padded, -torch.inf) for x in (log_q, log_k))
     top_q = split_heads(log_q, heads.keys).amax((2, 3))
     c = (log_k.amax(2) - top_q).div_(2).nan_to_num_(0, 0, 0)[:, :, None]
@@ -205,8 +202,10 @@ def make_student(log_q: Tensor, log_k: Tensor, teacher: Teacher, *, with_grads: 
         y.masked_fill_(padded, 0)
     r, n = x.amax(-1, keepdim=True), y.amax(-1, keepdim=True)
     x, y = x.sub_(r).exp_(), y.sub_(n).exp_()
+    if padded is not None:
+        n = n.masked_fill(padded, -torch.inf)
     d_x, d_y = (torch.empty_like(x), torch.zeros_like(y)) if with_grads else (None, None)
-    return Student(heads, x, y, r.squeeze(-1), n.squeeze(-1), d_x, d_y)
+    return Student(heads, copies, x, y, r.squeeze(-1), n.squeeze(-1), d_x, d_y)
 
 
 def row_chunks(n_tokens: int, row_chunk: int) -> Iterator[slice]:
@@ -220,14 +219,13 @@ def row_chunks(n_tokens: int, row_chunk: int) -> Iterator[slice]:
 class Workspace:
     """Memory for [B, H, T, S] chunks, allocated once and handed out again for each chunk."""
 
-    def __init__(self, teacher: Teacher, row_chunk: int, count: int) -> None:
-        B, H, L, _ = teacher.q.shape
-        size = B * H * min(row_chunk, L) * L
-        self.shape = (B, H)
+    def __init__(self, teacher: Teacher, row_chunk: int, count: int, copies: int = 1) -> None:
+        self.batch, self.n_heads, L, _ = teacher.q.shape
+        size = copies * self.batch * self.n_heads * min(row_chunk, L) * L
         self.memory = teacher.q.new_empty(count, size)
 
-    def views(self, rows: slice) -> list[Tensor]:
-        """One contiguous [B, H, T, S] view per buffer; contents are arbitrary."""
-        shape = (*self.shape, rows.stop - rows.start, rows.stop)
+    def views(self, rows: slice, copies: int = 1) -> list[Tensor]:
+        """One contiguous [N·B, H, T, S] view per buffer; contents are arbitrary."""
+        shape = (copies * self.batch, self.n_heads, rows.stop - rows.start, rows.stop)
         size = torch.Size(shape).numel()
         return [buffer[:size].view(shape) for buffer in self.memory]

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dofsweep.core.losses import softmax_losses
+from dofsweep.core.losses import softmax_losses_and_output
 from dofsweep.errors import DistillError
 from dofsweep.methods import Student
-from dofsweep.teacher.seam import AttentionCall, Seam, softmax_attention
+from dofsweep.teacher.seam import AttentionCall, Seam
 
 Reduce = Callable[[list[Tensor]], None]
 """Averages gradients over the workers, in place."""
@@ -97,6 +97,9 @@ class LayerwiseTrainer:
             Loss of each layer, by trial number.
         """
         self._losses = {n: [] for n in self.active}
+        if not self._losses:
+            self.steps_done += 1
+            return {}
         with torch.no_grad(), Seam(self.teacher, self._layer):
             self.teacher.base_model(tokens.to(self.teacher.device), use_cache=False)
         for number, student in self.active.items():
@@ -108,11 +111,13 @@ class LayerwiseTrainer:
         active = self.active
         with torch.enable_grad():
             pairs = [s.layer(call.layer_idx).log_features(call.q, call.k) for s in active.values()]
-            losses = softmax_losses(pairs, call.q, call.k, call.scale, call.key_mask)
+            losses, out = softmax_losses_and_output(
+                pairs, call.q, call.k, call.v, call.scale, call.key_mask
+            )
             losses.sum().backward()  # type: ignore[no-untyped-call]
         for number, loss in zip(active, losses.tolist(), strict=True):
             self._losses[number].append(loss)
-        return softmax_attention(call)
+        return out
 
     def _update(self, number: int, student: Student) -> None:
         optimizer = self._optimizers[number]

@@ -15,6 +15,7 @@ from dofsweep.core.losses import (
     output_loss,
     softmax_loss,
     softmax_losses,
+    softmax_losses_and_output,
     teacher_rows,
 )
 from dofsweep.errors import StudentError
@@ -345,3 +346,41 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
     for loss in (softmax_loss, l2_loss):
         with pytest.raises(StudentError, match="no real token"):
             loss(log_q, log_k, q, k, SCALE, torch.zeros(1, 10, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_stacked_students_out_of_range_are_each_what_they_are_alone(padded: bool) -> None:
+    """Three students of one shape, one of which has pairs that only logs can hold."""
+    q, k, _ = make_teacher_inputs(30, batch=2)
+    mask = masks(2, 30) if padded else None
+    students = [[x.detach().clone() for x in prf(q, k, 6, 2, seed)] for seed in (1, 2, 3)]
+    for side, feature in ((0, 0), (1, 3)):
+        students[1][side][:, :, ::2, feature : feature + 3] -= 200.0
+        students[1][side][:, :, 1::2, 3 - feature : 6 - feature] -= 200.0
+    for pair in students:
+        for x in pair:
+            x.requires_grad_()
+    losses = softmax_losses(students, q, k, SCALE, mask, row_chunk=7)
+    (losses * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    for i, pair in enumerate(students):
+        exact = [x.detach().double().requires_grad_() for x in pair]
+        plain = plain_softmax_loss(*exact, q, k, mask)
+        ((i + 1) * plain).backward()
+        torch.testing.assert_close(losses[i].double(), plain, rtol=2e-5, atol=2e-5)
+        for mine, ref in zip(pair, exact, strict=True):
+            torch.testing.assert_close(mine.grad.double(), ref.grad, rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_teachers_output_comes_with_the_losses(dtype: torch.dtype) -> None:
+    q, k, v = make_teacher_inputs(70, batch=2)
+    mask = masks(2, 70)
+    features = prf(q, k, 9, 2)
+    losses, out = softmax_losses_and_output([features], q, k, v.to(dtype), SCALE, mask)
+    torch.testing.assert_close(losses, softmax_losses([features], q, k, SCALE, mask))
+    want = plain_teacher(q, k, mask).softmax(-1) @ v.to(dtype).double().repeat_interleave(2, 1)
+    real = mask[:, None, :, None].expand_as(out)
+    assert out.dtype == dtype
+    torch.testing.assert_close(
+        out[real], want.to(dtype)[real], rtol=1e-2, atol=1e-2 if dtype == torch.bfloat16 else 1e-5
+    )
