@@ -56,7 +56,7 @@ def _distinct(values: list[T]) -> list[T]:
 
 Strategy = Literal["fix", "dof", "dof_clip"]
 FeatureMap = Literal["prf", "prf_untied"]
-Loss = Literal["softmax"]
+Loss = Literal["softmax", "l2", "output", "softmax_output"]
 Lam = Annotated[float, BeforeValidator(parse_lam), Field(gt=0, le=1e6, allow_inf_nan=False)]
 Budget = Annotated[int, Field(ge=1, le=65536)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
@@ -89,7 +89,9 @@ class SweepConfig(BaseModel):
     loss: Annotated[list[Loss], BeforeValidator(_as_list)] = Field(
         default=["softmax"], min_length=1
     )
-    """What distillation minimises. softmax: cross-entropy of the attention rows, layer by layer."""
+    """What distillation minimises, layer by layer. softmax: cross-entropy of the attention rows;
+    l2: squared error of the kernel rows; output: squared error of the attention output;
+    softmax_output: the sum of the first and the third."""
     budget: Annotated[list[Budget], BeforeValidator(_as_list)] = Field(default=[64], min_length=1)
     """C: mean feature dimension per layer."""
     lam: Annotated[list[Lam], BeforeValidator(_as_list)] = Field(default=[2.0**-8], min_length=1)
@@ -138,6 +140,10 @@ class SweepConfig(BaseModel):
     """Part of the steps over which the learning rate rises; then it falls as a cosine."""
     grad_clip: float = Field(default=1.0, gt=0)
     """Largest norm of one layer's gradient."""
+    micro_batch: int | None = Field(default=None, ge=1, le=65536)
+    """Sequences that a worker sends through the teacher at once; by default all of its batch."""
+    patience: int | None = Field(default=None, ge=1)
+    """Steps without a better loss after which a student is done; by default none is done early."""
     checkpoint_steps: int = Field(default=50, ge=1)
     """Optimizer steps between checkpoints."""
 

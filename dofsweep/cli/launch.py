@@ -52,7 +52,9 @@ def launch(
     feature_map: Annotated[
         list[str] | None, typer.Option(help="prf, prf_untied. Repeatable.")
     ] = None,
-    loss: Annotated[list[str] | None, typer.Option(help="softmax. Repeatable.")] = None,
+    loss: Annotated[
+        list[str] | None, typer.Option(help="softmax, l2, output or softmax_output. Repeatable.")
+    ] = None,
     budget: Budget = None,
     lam: Lam = None,
     seed: Annotated[

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dofsweep.core.attention import linear_attention
 from dofsweep.core.losses_rows import (
     TINY,
     Student,
@@ -111,47 +110,23 @@ def estimate_kernel(
     out.add_(n[:, :, None]).add_(shift).clamp_max_(LOG_CAP).exp_()
 
 
-def output_loss(
-    log_q: Tensor,
-    log_k: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    key_mask: Tensor | None = None,
-    *,
-    row_chunk: int = 64,
-) -> Tensor:
+def output_loss(out: Tensor, target: Tensor, key_mask: Tensor | None = None) -> Tensor:
     """Squared error of the attention output, Σ ‖o_i - o*_i‖² / Σ ‖o*_i‖².
 
-    o is the student's output, o* the teacher's, and both sums run over real rows, heads and batch,
-    so that rows count as much as their output is large.
+    Both sums run over real rows, heads and batch, so that rows count as much as their output is
+    large.
 
     Args:
-        v: [B, G, L, D'], the values that teacher and student share; no gradient flows to it.
-        The others, and errors, as in ``losses.softmax_losses``.
+        out: o, the student's attention output, [B, H, L, D'].
+        target: o*, the teacher's; no gradient flows to it.
+        key_mask: [B, L] bool, True for a real token.
     Returns:
-        Scalar, no unit.
+        Scalar float32, no unit.
     """
-    teacher = make_teacher(q, k, scale, key_mask, v)
-    out = linear_attention(log_q, log_k, v.detach().float(), key_mask)
-    target = teacher_output(teacher, row_chunk)
-    error = out - target
+    target = target.detach().float()
+    error = out.float() - target
     if key_mask is not None:
         padded = ~key_mask[:, None, :, None]
         error, target = error.masked_fill(padded, 0), target.masked_fill(padded, 0)
     size = target.square().sum().clamp_min(torch.finfo(target.dtype).tiny)
     return error.square().sum() / size
-
-
-@torch.no_grad()
-def teacher_output(teacher: Teacher, row_chunk: int) -> Tensor:
-    """The teacher's attention output [B, H, L, D'], a few rows at a time."""
-    assert teacher.v is not None
-    out = teacher.v.new_empty(*teacher.q.shape[:3], teacher.v.shape[-1])
-    space = Workspace(teacher, row_chunk, 2)
-    for rows in row_chunks(teacher.q.shape[2], row_chunk):
-        logits, p = space.views(rows)
-        torch.softmax(teacher.logits(rows, out=logits), -1, out=p)
-        out[:, :, rows] = teacher.output(p, rows)
-    return out

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from dofsweep.config import SweepConfig
 from dofsweep.core.plan import Plan
-from dofsweep.distill.layerwise import LayerwiseTrainer, TrainSettings
+from dofsweep.distill.layerwise import LayerwiseTrainer
+from dofsweep.distill.trainer import Trainer, TrainSettings
 from dofsweep.errors import DistillError
 from dofsweep.methods import Student, build_student, save_student
 from dofsweep.rayrun.actors import Poster
@@ -55,6 +56,19 @@ class TrainJob:
     def total_steps(self) -> int:
         """Optimizer steps of one pass over the training sequences; a rest of a batch is left."""
         return self.n_sequences // self.config.batch_size
+
+    def settings(self, trial: TrialSpec) -> TrainSettings:
+        """How one trial is trained."""
+        assert trial.loss is not None
+        return TrainSettings(
+            self.total_steps,
+            self.config.lr_features,
+            self.config.lr_weights,
+            self.config.warmup,
+            self.config.grad_clip,
+            trial.loss,
+            self.config.patience,
+        )
 
 
 @dataclass(frozen=True)
@@ -141,15 +155,6 @@ def _all_reduce(grads: list[Tensor]) -> None:
         grad.copy_(part.view_as(grad))
 
 
-def _mean_losses(losses: dict[int, list[float]], world: int) -> dict[int, list[float]]:
-    """Mean over workers of each trial's loss of each layer."""
-    if world == 1 or not losses:
-        return losses
-    table = torch.tensor(list(losses.values()), dtype=torch.float64)
-    dist.all_reduce(table)
-    return dict(zip(losses, (table / world).tolist(), strict=True))
-
-
 def _train_loop(settings: dict[str, Any]) -> None:
     """Runs in every training worker."""
     job: TrainJob = settings["job"]
@@ -164,14 +169,9 @@ def _train_loop(settings: dict[str, Any]) -> None:
     trainer = LayerwiseTrainer(
         teacher,
         {n: s.to(device) for n, s in students.items()},
-        TrainSettings(
-            job.total_steps,
-            job.config.lr_features,
-            job.config.lr_weights,
-            job.config.warmup,
-            job.config.grad_clip,
-        ),
-        _all_reduce if world > 1 else None,
+        {trial.number: job.settings(trial) for trial, _ in job.trials},
+        micro_batch=job.config.micro_batch,
+        reduce=_all_reduce if world > 1 else None,
     )
     batch = job.config.batch_size
     curve = _Curve(job.total_steps, batch * job.config.seq_len)
@@ -182,7 +182,7 @@ def _train_loop(settings: dict[str, Any]) -> None:
     while trainer.steps_done < job.total_steps:
         first = trainer.steps_done * batch
         rows = np.asarray(tokens[first : first + batch][rank::world], dtype=np.int64)
-        losses = _mean_losses(trainer.step(torch.from_numpy(rows)), world)
+        losses = trainer.step(torch.from_numpy(rows))
         curve.add(trainer.steps_done, losses)
         done = trainer.steps_done
         if post:
@@ -197,7 +197,7 @@ def _detail(losses: dict[int, list[float]]) -> str:
     return f"loss {np.mean(means):.3f}" if means else "no student left"
 
 
-def _resume(trainer: LayerwiseTrainer, curve: _Curve) -> float:
+def _resume(trainer: Trainer, curve: _Curve) -> float:
     """Go on from the run's checkpoint, if it has one; returns the seconds trained before it."""
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
@@ -209,9 +209,7 @@ def _resume(trainer: LayerwiseTrainer, curve: _Curve) -> float:
     return float(state["seconds"])
 
 
-def _checkpoint(
-    trainer: LayerwiseTrainer, curve: _Curve, rank: int, seconds: float, *, final: bool
-) -> None:
+def _checkpoint(trainer: Trainer, curve: _Curve, rank: int, seconds: float, *, final: bool) -> None:
     metrics = {"step": trainer.steps_done}
     if rank != 0:
         ray.train.report(metrics)

@@ -64,7 +64,8 @@ def main() -> None:
             for points, scale in zip(capture.points, capture.scales, strict=True):
                 head_spectra(points, scale, n_queries=capture.n_queries, lam_min=2.0**-10)
             times.append((plain - start, drawn - plain, time.perf_counter() - drawn))
-        alone, capturing, spectra = (statistics.median(column) for column in zip(*times))
+        columns = zip(*times, strict=True)
+        alone, capturing, spectra = (statistics.median(column) for column in columns)
         ratio = statistics.median((c + s) / a for a, c, s in times)
         rows.append([heads, *(f"{x:.2f}" for x in (alone, capturing, spectra, ratio))])
     table(["heads", "forward s", "with capture s", "spectra s", "stage / forward"], rows)

@@ -3,9 +3,9 @@
     python scripts/bench/engine.py --model DIR
 
 Every round runs, over the same sequence: the bare forward, one optimizer step with one student
-(fix, C = 64), and one step with six (fix, dof and dof_clip at C = 64 and 32). The aims are 1.6 times
-the forward for one student, and 2.5 times one student's step for six. The text is Python's own
-manual. Every student starts anew, so the figures are of untrained features.
+(fix, C = 64), and one step with six (fix, dof and dof_clip at C = 64 and 32). The aims are 1.6
+times the forward for one student, and 2.5 times one student's step for six. The text is Python's
+own manual. Every student starts anew, so the figures are of untrained features.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from dofsweep.core.plan import Plan, make_plan
 from dofsweep.core.spectrum import dof_table, head_spectra
-from dofsweep.distill.layerwise import LayerwiseTrainer, TrainSettings
+from dofsweep.distill.layerwise import LayerwiseTrainer
+from dofsweep.distill.trainer import TrainSettings
 from dofsweep.methods import build_student
 from dofsweep.teacher.capture import Capture, capture_points
 from dofsweep.teacher.load import shape_of
@@ -71,7 +72,8 @@ def trainer(
         )
         for number, plan in enumerate(plans)
     }  # fmt: skip
-    return LayerwiseTrainer(model, students, TrainSettings(STEPS, 0.06, 0.1, 0.1, 1.0))
+    settings = TrainSettings(STEPS, 0.06, 0.1, 0.1, 1.0)
+    return LayerwiseTrainer(model, students, dict.fromkeys(students, settings))
 
 
 def capture_of(model: PreTrainedModel, tokens: torch.Tensor) -> Capture:
