@@ -198,9 +198,14 @@ class SweepRun:
         )
         with self._stage("distill") as progress:
             outcome = self.runner.distill(job, str(self.storage / "runs"), progress)
-        self.repo.save_timing(
-            self.sweep_id, "train_loop", seconds=outcome.seconds, tokens=outcome.tokens
-        )
+        for stage, seconds in outcome.timings.items():
+            self.repo.save_timing(
+                self.sweep_id,
+                stage,
+                seconds=seconds,
+                tokens=outcome.tokens,
+                peak_bytes=outcome.peak_bytes,
+            )
         failed = {}
         for number in missing:
             twin = first[number]

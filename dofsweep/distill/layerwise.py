@@ -28,7 +28,7 @@ class LayerwiseTrainer(Trainer):
         losses: dict[int, list[float]] = {number: [] for number in self.active}
 
         def attend(call: AttentionCall) -> Tensor:
-            with torch.enable_grad():
+            with self.timed_features(), torch.enable_grad():
                 by_number, out = self._layer(call)
                 torch.stack(list(by_number.values())).sum().mul(share).backward()  # type: ignore[no-untyped-call]
             for number, loss in by_number.items():

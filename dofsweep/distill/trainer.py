@@ -7,7 +7,9 @@ How a batch becomes gradients is its subclasses' matter: ``layerwise``, ``direct
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +87,8 @@ class Trainer:
         """Students stopped by a loss that is not finite: trial number to reason."""
         self.finished: dict[int, int] = {}
         """Students stopped early: trial number to the steps they took."""
+        self.seconds = {"step": 0.0, "features": 0.0}
+        """Time in all steps, and the part of it that the students' features took."""
         self._best: dict[int, tuple[float, float, int]] = {}  # running mean, its best, at step
         self._optimizers = {n: self._optimizer(n, student) for n, student in students.items()}
 
@@ -116,6 +120,7 @@ class Trainer:
             By trial number its losses, mean over the workers: one per layer, or one of the whole
             model.
         """
+        started = now(self.teacher.device)
         means: dict[int, list[float]] = {}
         for part in tokens.split(self.micro_batch or len(tokens)) if self.active else ():
             share = len(part) / len(tokens)
@@ -124,10 +129,19 @@ class Trainer:
                 means[number] = [a + share * b for a, b in zip(sums, losses, strict=True)]
         if self.reduce is not None and means:
             means = self._average(means, self.reduce)
-        for number, losses in means.items():
-            self._update(number, losses)
+        with self.timed_features():
+            for number, losses in means.items():
+                self._update(number, losses)
         self.steps_done += 1
+        self.seconds["step"] += now(self.teacher.device) - started
         return means
+
+    @contextmanager
+    def timed_features(self) -> Iterator[None]:
+        """Count the time of the block as spent in features."""
+        started = now(self.teacher.device)
+        yield
+        self.seconds["features"] += now(self.teacher.device) - started
 
     def _average(self, means: dict[int, list[float]], reduce: Reduce) -> dict[int, list[float]]:
         """Average gradients in place, and losses, over the workers."""
@@ -180,6 +194,7 @@ class Trainer:
             "failed": dict(self.failed),
             "finished": dict(self.finished),
             "best": dict(self._best),
+            "seconds": dict(self.seconds),
             "students": {n: s.state_dict() for n, s in self.students.items()},
             "optimizers": {n: o.state_dict() for n, o in self._optimizers.items()},
         }
@@ -203,7 +218,14 @@ class Trainer:
             raise DistillError(f"the checkpoint is of another plan: {err}") from err
         self.steps_done = state["steps_done"]
         self.failed, self.finished = dict(state["failed"]), dict(state["finished"])
-        self._best = dict(state["best"])
+        self._best, self.seconds = dict(state["best"]), dict(state["seconds"])
+
+
+def now(device: torch.device) -> float:
+    """Seconds of a clock, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _finite(layer: torch.nn.Module) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -57,6 +59,14 @@ class TrainJob:
         """Optimizer steps of one pass over the training sequences; a rest of a batch is left."""
         return self.n_sequences // self.config.batch_size
 
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint must agree with."""
+        return {
+            "model": self.ref.fingerprint,
+            "plan": {trial.number: plan.key for trial, plan in self.trials},
+            "number of steps": self.total_steps,
+        }
+
     def settings(self, trial: TrialSpec) -> TrainSettings:
         """How one trial is trained."""
         assert trial.loss is not None
@@ -79,8 +89,12 @@ class TrainOutcome:
     """Holds ``student-NUMBER.safetensors`` of every trial."""
     curves: dict[int, list[TrainingPoint]]
     failed: dict[int, str]
-    seconds: float
     tokens: int
+    timings: dict[str, float]
+    """Seconds: ``train_loop`` in all, of which ``train_teacher`` in the teacher's forward and
+    ``train_features`` in losses, gradients and updates of all students."""
+    peak_bytes: int
+    """Most memory that the first worker held."""
 
 
 def initial_students(
@@ -175,7 +189,7 @@ def _train_loop(settings: dict[str, Any]) -> None:
     )
     batch = job.config.batch_size
     curve = _Curve(job.total_steps, batch * job.config.seq_len)
-    seconds = _resume(trainer, curve)
+    seconds = _resume(trainer, curve, job)
     tokens = np.load(job.tokens_path, mmap_mode="r")
     post = Poster(job.sweep_id) if rank == 0 else None
     started = time.monotonic()
@@ -188,8 +202,8 @@ def _train_loop(settings: dict[str, Any]) -> None:
         if post:
             post(done, job.total_steps, _detail(losses))
         if done % job.config.checkpoint_steps == 0 and done < job.total_steps:
-            _checkpoint(trainer, curve, rank, seconds + time.monotonic() - started, final=False)
-    _checkpoint(trainer, curve, rank, seconds + time.monotonic() - started, final=True)
+            _checkpoint(trainer, curve, job, rank, seconds + time.monotonic() - started)
+    _checkpoint(trainer, curve, job, rank, seconds + time.monotonic() - started)
 
 
 def _detail(losses: dict[int, list[float]]) -> str:
@@ -197,35 +211,56 @@ def _detail(losses: dict[int, list[float]]) -> str:
     return f"loss {np.mean(means):.3f}" if means else "no student left"
 
 
-def _resume(trainer: Trainer, curve: _Curve) -> float:
+def _resume(trainer: Trainer, curve: _Curve, job: TrainJob) -> float:
     """Go on from the run's checkpoint, if it has one; returns the seconds trained before it."""
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
         return 0.0
     with checkpoint.as_directory() as folder:
         state = torch.load(Path(folder) / "state.pt", weights_only=True, map_location="cpu")
+    for name, value in job.facts().items():
+        if state["facts"].get(name) != value:
+            raise DistillError(
+                f"the checkpoint of sweep {job.sweep_id} is of another {name}: launch a new sweep, "
+                "or restore what the sweep was started with"
+            )
     trainer.load_state_dict(state["trainer"])
     curve.load_state_dict(state["curve"])
     return float(state["seconds"])
 
 
-def _checkpoint(trainer: Trainer, curve: _Curve, rank: int, seconds: float, *, final: bool) -> None:
+def _checkpoint(trainer: Trainer, curve: _Curve, job: TrainJob, rank: int, seconds: float) -> None:
     metrics = {"step": trainer.steps_done}
     if rank != 0:
         ray.train.report(metrics)
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        torch.save(
-            {"trainer": trainer.state_dict(), "curve": curve.state_dict(), "seconds": seconds},
-            path / "state.pt",
-        )
-        if final:
+        state = {"trainer": trainer.state_dict(), "curve": curve.state_dict()}
+        torch.save(state | {"facts": job.facts(), "seconds": seconds}, path / "state.pt")
+        if trainer.steps_done == job.total_steps:
             for number, student in trainer.students.items():
                 save_student(student, path / f"student-{number}.safetensors")
-            outcome = {"points": curve.points, "failed": trainer.failed, "seconds": seconds}
+            features = trainer.seconds["features"]
+            outcome = {
+                "points": curve.points,
+                "failed": trainer.failed,
+                "timings": {
+                    "train_loop": seconds,
+                    "train_teacher": trainer.seconds["step"] - features,
+                    "train_features": features,
+                },
+                "peak_bytes": _peak_bytes(trainer.teacher.device),
+            }
             (path / "outcome.json").write_text(json.dumps(outcome))
         ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(path))
+
+
+def _peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def train(job: TrainJob, share: Share, storage: str) -> TrainOutcome:
@@ -271,8 +306,9 @@ def train(job: TrainJob, share: Share, storage: str) -> TrainOutcome:
         folder,
         curve.records(),
         {int(n): reason for n, reason in outcome["failed"].items()},
-        outcome["seconds"],
         job.total_steps * job.config.batch_size * job.config.seq_len,
+        outcome["timings"],
+        outcome["peak_bytes"],
     )
 
 

@@ -21,7 +21,16 @@ if TYPE_CHECKING:
     from dofsweep.teacher.resolve import TeacherRef
 
 WIDTH = 100
-STAGES = ("corpus", "capture", "spectra", "distill", "train_loop", "evaluate")
+STAGES = (
+    "corpus",
+    "capture",
+    "spectra",
+    "distill",
+    "train_loop",
+    "train_teacher",
+    "train_features",
+    "evaluate",
+)
 
 
 def _console(out: IO[str]) -> Console:
@@ -146,10 +155,12 @@ def print_sweep(row: dict[str, Any], trials: Sequence[dict[str, Any]], out: IO[s
     facts.add_row("config", ", ".join(f"{k}={_short(v)}" for k, v in config.items()))
     console.print(facts)
     if row.get("timings"):
-        table = _table("stage", ">seconds", ">tokens/s")
+        table = _table("stage", ">seconds", ">tokens/s", ">peak GiB")
         for timing in sorted(row["timings"], key=_stage_order):
             rate = timing["tokens"] / timing["seconds"] if timing.get("tokens") else None
-            table.add_row(timing["stage"], _number(timing["seconds"], 1), _number(rate, 0))
+            peak = timing["peak_bytes"] / 2**30 if timing.get("peak_bytes") else None
+            seconds = _number(timing["seconds"], 1)
+            table.add_row(timing["stage"], seconds, _number(rate, 0), _number(peak, 2))
         console.print(table)
     if trials:
         _print_one_leaderboard(row["id"], list(trials), console)
