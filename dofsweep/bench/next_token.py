@@ -86,8 +86,7 @@ def layer_kl(
 
     def observe(call: AttentionCall) -> Tensor:
         for number, student in students.items():
-            log_q, log_k = student.layer(call.layer_idx).log_features(call.q, call.k)
-            kl = attention_kl(log_q, log_k, call.q, call.k, call.scale, call.key_mask)
+            kl = attention_kl(student.rows(call), call.q, call.k, call.scale, call.key_mask)
             sums[number][call.layer_idx] += float(kl)
         return softmax_attention(call)
 

@@ -26,7 +26,7 @@ from dofsweep.core.attention_grad import (
     LinearAttention,
     cut_tokens,
 )
-from dofsweep.core.attention_inputs import check_inputs, repeat_heads
+from dofsweep.core.attention_inputs import Heads, check_inputs, repeat_heads
 from dofsweep.core.attention_state import (
     LinearState,
     linear_attention_prefill,
@@ -40,6 +40,7 @@ __all__ = [
     "linear_attention",
     "linear_attention_prefill",
     "linear_attention_step",
+    "linear_attention_sums",
 ]
 
 
@@ -91,11 +92,32 @@ def linear_attention(
     """
     heads = check_inputs(log_q, log_k, v, key_mask)
     chunk = chunk_tokens(form, chunk_size, log_q.shape[2])
+    return _attend(heads, chunk, log_q, log_k, v, key_mask)[0]
+
+
+def linear_attention_sums(
+    log_q: Tensor, log_k: Tensor, v: Tensor, key_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``linear_attention``, and the log of each row's normaliser Σ_j a_ij.
+
+    With both, the keys of this call can share one softmax with other keys (``window``).
+
+    Args and errors as in ``linear_attention``.
+    Returns:
+        [B, H, L, D], 0 in rows that see no key, and [B, H, L] in the working precision, -inf there.
+        Both are differentiable once.
+    """
+    heads = check_inputs(log_q, log_k, v, key_mask)
+    return _attend(heads, chunk_tokens("auto", None, log_q.shape[2]), log_q, log_k, v, key_mask)
+
+
+def _attend(
+    heads: Heads, chunk: int, log_q: Tensor, log_k: Tensor, v: Tensor, key_mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
     cuts = cut_tokens(log_q, v.shape[-1], chunk)
-    out: Tensor = LinearAttention.apply(  # type: ignore[no-untyped-call]
-        Inputs(heads, log_q.detach(), log_k.detach(), v.detach(), key_mask), cuts, log_q, log_k, v
-    )
-    return out
+    inputs = Inputs(heads, log_q.detach(), log_k.detach(), v.detach(), key_mask)
+    both: tuple[Tensor, Tensor] = LinearAttention.apply(inputs, cuts, log_q, log_k, v)  # type: ignore[no-untyped-call]
+    return both
 
 
 def chunk_tokens(form: str, chunk_size: int | None, n_tokens: int) -> int:

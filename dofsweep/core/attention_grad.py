@@ -131,45 +131,56 @@ def store_grads(
 
 
 class LinearAttention(torch.autograd.Function):
-    """num[:D] / num[D] of every row."""
+    """num[:D] / num[D] of every row, and log num[D], the log of its normaliser."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Inputs, cuts: list[Cut], *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, inputs: Inputs, cuts: list[Cut], *tensors: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The tensors are log_q, log_k, v of ``inputs``, given so that autograd sees them."""
         log_q, log_k, v = tensors
         heads, D = inputs.heads, v.shape[-1]
         wanted = any(ctx.needs_input_grad)
         out = v.new_empty((*log_q.shape[:3], D))
         total = v.new_empty((*log_q.shape[:3], 1), dtype=heads.dtype)
+        log_sum = torch.empty_like(total)
         state = inputs.empty_state()
         states = [state]
-        for cut, num, _, after in walk(inputs, cuts, state):
+        for cut, num, shift, after in walk(inputs, cuts, state):
             rows = split_rows(num, cut.chunk)
+            chunked(total, cut, heads.keys).copy_(rows[..., D:])
+            chunked(log_sum, cut, heads.keys).copy_(split_rows(shift, cut.chunk))
             if wanted:
-                chunked(total, cut, heads.keys).copy_(rows[..., D:])
                 states.append(after)
             write_ratio(rows, chunked(out, cut, heads.keys))
         exact_first_row(out, v, inputs.key_mask)
+        log_sum.add_(total.log())
+        ctx.set_materialize_grads(False)
         if wanted:
             ctx.inputs, ctx.cuts, ctx.states = (heads, inputs.key_mask), cuts, states[:-1]
             ctx.save_for_backward(log_q, log_k, v, out, total)
-        return out
+        return out, log_sum.squeeze(-1)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """With out = num/den: d num = [grad, -grad·out] / den."""
+    def backward(
+        ctx: Any, grad: Tensor | None, grad_log: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """With out = num/den: d num = [grad, grad_log - grad·out] / den."""
         log_q, log_k, v, out, total = ctx.saved_tensors
         heads, key_mask = ctx.inputs
         inputs = Inputs(heads, log_q, log_k, v, key_mask)
+        grad = torch.zeros_like(out) if grad is None else grad
 
         def num_grads() -> Iterator[Tensor]:
             """Gradient of each segment's num [v, 1] sums, last segment first."""
             for cut in reversed(ctx.cuts):
                 g, o, den = (chunked(x, cut, heads.keys) for x in (grad, out, total))
                 g = g.to(heads.dtype)
-                dot = (g * o).sum(-1, keepdim=True).neg_()
-                yield (torch.cat([g, dot], -1) / empty_as_inf(den)).flatten(3, 4)
+                last = (g * o).sum(-1, keepdim=True).neg_()
+                if grad_log is not None:
+                    last += chunked(grad_log[..., None], cut, heads.keys)
+                yield (torch.cat([g, last], -1) / empty_as_inf(den)).flatten(3, 4)
 
         return None, None, *walk_back(inputs, ctx.cuts, ctx.states, num_grads())
 

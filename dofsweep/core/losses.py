@@ -9,22 +9,23 @@ means are over real query rows, heads and batch. Time is quadratic in L, memory 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dofsweep.core.losses_kernel import l2_loss, output_loss
-from dofsweep.core.losses_rows import Teacher, make_teacher, row_chunks
-from dofsweep.core.losses_softmax import CrossEntropy
+from dofsweep.core.losses_rows import StudentRows, make_teacher, row_chunks
+from dofsweep.core.losses_softmax import CrossEntropy, Stack
 from dofsweep.errors import StudentError
 
 __all__ = [
+    "StudentRows",
     "attention_kl",
     "l2_loss",
     "output_loss",
     "softmax_loss",
     "softmax_losses",
-    "softmax_losses_and_output",
     "teacher_rows",
 ]
 
@@ -51,73 +52,64 @@ def teacher_rows(
 
 
 def softmax_losses(
-    students: Sequence[tuple[Tensor, Tensor]],
+    students: Sequence[StudentRows],
     q: Tensor,
     k: Tensor,
     scale: float,
     key_mask: Tensor | None = None,
     *,
+    v: Tensor | None = None,
     row_chunk: int = 64,
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
     """Cross-entropy of each student's attention rows A against the teacher's P, mean over rows.
 
-        -Σ_j P_ij log A_ij = log Σ_{j<=i} a_ij - Σ_j P_ij log a_ij
+        -Σ_j P_ij log A_ij
 
     The teacher's entropy is in it: its minimum is that entropy (``attention_kl`` leaves it out).
     Each chunk of the teacher's rows is made once for all students, and students of equal shape are
     computed together. See ``losses_softmax``.
 
     Args:
-        students: pairs of log_q [B, H, L, M] and log_k [B, K, L, M]; M and K may differ.
+        students: M, K and window may differ between them.
         q, k, scale, key_mask: the teacher, as in ``teacher_rows``.
+        v: [B, G, L, D'], given where the teacher's attention output is wanted as well; it needs
+            the same rows. Rows of padded queries are 0.
         row_chunk: query rows at a time; memory is B·H·row_chunk·L floats, four times.
     Returns:
-        [n_students] float32, in nats.
+        [n_students] float32, in nats, and that output [B, H, L, D'] in v's dtype, or None.
     Raises:
         StudentError: a shape or the mask does not fit, or there is no student or no real row.
     """
-    return _compared(students, make_teacher(q, k, scale, key_mask), row_chunk, None)
-
-
-def softmax_losses_and_output(
-    students: Sequence[tuple[Tensor, Tensor]],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    key_mask: Tensor | None = None,
-    *,
-    row_chunk: int = 64,
-) -> tuple[Tensor, Tensor]:
-    """``softmax_losses``, and the teacher's attention output [B, H, L, D'] in v's dtype.
-
-    Both need the teacher's rows, so a trainer that wants both pays for these once. Rows of padded
-    queries are 0.
-    """
-    out = v.new_empty(*q.shape[:3], v.shape[-1])
-    losses = _compared(students, make_teacher(q, k, scale, key_mask, v), row_chunk, out)
-    return losses, out
-
-
-def _compared(
-    students: Sequence[tuple[Tensor, Tensor]], teacher: Teacher, row_chunk: int, out: Tensor | None
-) -> Tensor:
-    """Losses in the order given, of students that are stacked where their shapes are equal."""
     if not students:
-        raise StudentError("there is no student to compare; give at least one (log_q, log_k)")
+        raise StudentError("there is no student to compare; give at least one")
+    teacher = make_teacher(q, k, scale, key_mask, v)
     if teacher.n_rows == 0:
         raise StudentError("key_mask has no real token; drop batches that are all padding")
-    shapes: dict[tuple[torch.Size, torch.Size], list[int]] = {}
-    for i, (log_q, log_k) in enumerate(students):
-        shapes.setdefault((log_q.shape, log_k.shape), []).append(i)
-    features = []
-    for members in shapes.values():
-        for side in (0, 1):
-            parts = [students[i][side] for i in members]
-            features.append(parts[0] if len(parts) == 1 else torch.cat(parts))
-    losses: Tensor = CrossEntropy.apply(teacher, row_chunk, out, *features)  # type: ignore[no-untyped-call]
-    order = [i for members in shapes.values() for i in members]
-    return losses[torch.tensor(order).argsort().to(losses.device)]
+    out = None if v is None else v.new_empty(*q.shape[:3], v.shape[-1])
+    alike: dict[Any, list[int]] = {}
+    for i, s in enumerate(students):
+        alike.setdefault((s.log_q.shape, s.log_k.shape, s.window), []).append(i)
+    stacks = [_stack([students[i] for i in members]) for members in alike.values()]
+    features = [x for stack in stacks for x in (stack.log_q, stack.log_k)]
+    losses: Tensor = CrossEntropy.apply(teacher, row_chunk, out, stacks, *features)  # type: ignore[no-untyped-call]
+    order = torch.tensor([i for members in alike.values() for i in members])
+    return losses[order.argsort().to(losses.device)], out
+
+
+def _stack(students: list[StudentRows]) -> Stack:
+    """Students of equal shape and window side by side along the batch."""
+    first = students[0]
+    if first.window and any(s.row_shift is None for s in students):
+        raise StudentError("a student with a window needs row_shift; see window.windowed_attention")
+    if len(students) == 1:
+        return Stack(first.log_q, first.log_k, first.window, first.row_shift)
+    shifts = [s.row_shift for s in students if s.row_shift is not None]
+    return Stack(
+        torch.cat([s.log_q for s in students]),
+        torch.cat([s.log_k for s in students]),
+        first.window,
+        torch.cat(shifts) if first.window else None,
+    )
 
 
 def softmax_loss(
@@ -130,14 +122,14 @@ def softmax_loss(
     *,
     row_chunk: int = 64,
 ) -> Tensor:
-    """``softmax_losses`` of one student, a scalar."""
-    return softmax_losses([(log_q, log_k)], q, k, scale, key_mask, row_chunk=row_chunk)[0]
+    """``softmax_losses`` of one student without a window, a scalar."""
+    rows = StudentRows(log_q, log_k)
+    return softmax_losses([rows], q, k, scale, key_mask, row_chunk=row_chunk)[0][0]
 
 
 @torch.no_grad()
 def attention_kl(
-    log_q: Tensor,
-    log_k: Tensor,
+    student: StudentRows,
     q: Tensor,
     k: Tensor,
     scale: float,
@@ -149,7 +141,7 @@ def attention_kl(
 
     No gradient: for reports. Args and errors as in ``softmax_losses``.
     """
-    cross = softmax_loss(log_q, log_k, q, k, scale, key_mask, row_chunk=row_chunk)
+    cross = softmax_losses([student], q, k, scale, key_mask, row_chunk=row_chunk)[0][0]
     teacher = make_teacher(q, k, scale, key_mask)
     entropy = torch.zeros((), dtype=torch.float64)
     for rows in row_chunks(q.shape[2], row_chunk):

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from dofsweep.core.losses_rows import (
     TINY,
     Student,
+    StudentRows,
     Teacher,
     Workspace,
     make_student,
@@ -26,8 +27,7 @@ still fits float32. Beyond, value and slope are those at the cap, so the gradien
 
 
 def l2_loss(
-    log_q: Tensor,
-    log_k: Tensor,
+    student: StudentRows,
     q: Tensor,
     k: Tensor,
     scale: float,
@@ -40,18 +40,19 @@ def l2_loss(
         Σ_{j<=i} (Â_ij - K_ij)² / Σ_{j<=i} K_ij²,   K_ij = exp(s q_i·k_j - m_i),
 
     m_i the row's largest teacher logit. The student's estimate is in the same units,
-    Â_ij = 1/M Σ_m exp(log_q[i,m] + log_k[j,m] - s‖q_i‖²/2 - m_i): for positive random features
-    (log_q = √s z·q, log_k = √s z·k - s‖k‖²/2, z normal) its mean is K_ij (arXiv:2009.14794).
-    M counts the features that are present (log_k not -inf for every token).
+    Â_ij = Σ_m exp(log_q[i,m] + log_k[j,m] + c_i - m_i): for positive random features of weight 1/M
+    its mean is K_ij (arXiv:2009.14794). Near keys of a window have no error.
 
-    Args, units of memory and errors as in ``losses.softmax_losses``.
+    Args, units of memory and errors as in ``losses.softmax_losses``; row_shift is needed.
     Returns:
         Scalar, no unit; 0 when every kernel value is met, 1 when the student is zero.
     """
+    if student.row_shift is None:
+        raise StudentError("the l2 loss needs row_shift, the size of the student's kernel values")
     teacher = make_teacher(q, k, scale, key_mask)
     if teacher.n_rows == 0:
         raise StudentError("key_mask has no real token; drop batches that are all padding")
-    loss: Tensor = KernelError.apply(teacher, scale, row_chunk, log_q, log_k)  # type: ignore[no-untyped-call]
+    loss: Tensor = KernelError.apply(teacher, student, row_chunk, student.log_q, student.log_k)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -60,13 +61,18 @@ class KernelError(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, teacher: Teacher, scale: float, row_chunk: int, log_q: Tensor, log_k: Tensor
+        ctx: Any,
+        teacher: Teacher,
+        given: StudentRows,
+        row_chunk: int,
+        log_q: Tensor,
+        log_k: Tensor,
     ) -> Tensor:
         """Walk over chunks of rows."""
         wanted = any(ctx.needs_input_grad)
         student = make_student(log_q, log_k, teacher, with_grads=wanted)
-        present = (log_k > -torch.inf).any(2).sum(-1).repeat_interleave(student.heads.group, 1)
-        norm = teacher.q.square().sum(-1) / (2 * scale) + present[..., None].log()
+        assert given.row_shift is not None
+        units = student.r + given.row_shift.detach().float()
         total = 0.0
         space = Workspace(teacher, row_chunk, 3)
         for rows in row_chunks(teacher.q.shape[2], row_chunk):
@@ -77,10 +83,11 @@ class KernelError(torch.autograd.Function):
             size = kernel.square().sum(-1, keepdim=True)
             pair = student.pair(rows)
             pair_weights(pair, weights).clamp_min_(TINY)
-            shift = student.r[:, :, rows, None] - norm[:, :, rows, None] - top
-            estimate_kernel(student, rows, weights, shift, estimate)
+            estimate_kernel(student, rows, weights, units[:, :, rows, None] - top, estimate)
             teacher.hide(estimate, rows, 0)
             error = teacher.drop_padded(torch.sub(estimate, kernel, out=kernel), rows)
+            if given.window:
+                error.masked_fill_(given.window.near(rows, teacher.key_mask, error.device), 0)
             total += float((error.square().sum(-1, keepdim=True) / size).double().sum())
             if wanted:
                 slope = error.mul_(estimate).mul_(2 / size)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from dofsweep.core.attention_inputs import Heads, check_inputs, check_mask, split_heads
+from dofsweep.core.window import Window
 from dofsweep.errors import StudentError
 
 MASKED = -1e30
@@ -30,6 +31,20 @@ MASKED = -1e30
 
 TINY = 1e-36
 """Pair weights below this are near the end of float32."""
+
+
+@dataclass(frozen=True)
+class StudentRows:
+    """What a loss must know of one student's attention rows."""
+
+    log_q: Tensor
+    """[B, H, L, M]"""
+    log_k: Tensor
+    """[B, K, L, M]"""
+    window: Window = Window()
+    row_shift: Tensor | None = None
+    """c of ``window``, [B, H, L]: exp(c_i) Σ_m exp(log_q + log_k) stands for exp(s q_i·k_j).
+    Needed by the l2 loss, and by every loss of a student with a window."""
 
 
 @dataclass(frozen=True)
@@ -138,12 +153,6 @@ class Student:
         B, K, _, M = self.y.shape
         x = self.x[:, :, rows].reshape(B * K, -1, M)
         return x, self.y[:, :, : rows.stop].reshape(B * K, -1, M)
-
-    def key_weights(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """exp(n_j - top) for the keys that some rows may see, and top: [B, K, 1, 1, S or 1]."""
-        n = self.n[:, :, None, None, : rows.stop]
-        top = n.amax(-1, keepdim=True).clamp_min(torch.finfo(n.dtype).min)
-        return (n - top).exp_(), top
 
     def add_grads(self, rows: slice, pair: tuple[Tensor, Tensor], per_weight: Tensor) -> None:
         """Take in d loss / d b = W/b of some rows, [B, H, T, S], with their ``pair``."""

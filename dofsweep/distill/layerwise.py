@@ -11,9 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dofsweep.core.attention import linear_attention
-from dofsweep.core.losses import l2_loss, output_loss, softmax_losses_and_output
+from dofsweep.core.losses import l2_loss, output_loss, softmax_losses
+from dofsweep.core.window import Window
 from dofsweep.distill.trainer import Trainer
+from dofsweep.methods.base import near_keys
 from dofsweep.teacher.seam import AttentionCall, Seam, softmax_attention
 
 LOSSES = ("softmax", "l2", "output", "softmax_output")
@@ -42,25 +43,24 @@ class LayerwiseTrainer(Trainer):
     def _layer(self, call: AttentionCall) -> tuple[dict[int, Tensor], Tensor]:
         """Loss of every active student on one layer, and the teacher's attention output."""
         kinds = {n: self.settings[n].loss for n in self.active}
-        features = {
-            n: s.layer(call.layer_idx).log_features(call.q, call.k) for n, s in self.active.items()
-        }
-        found = {number: call.q.new_zeros((), dtype=torch.float32) for number in features}
+        rows = {n: student.rows(call) for n, student in self.active.items()}
+        found = {number: call.q.new_zeros((), dtype=torch.float32) for number in rows}
+        teacher = (call.q, call.k, call.scale, call.key_mask)
         by_rows = [n for n, kind in kinds.items() if kind in ("softmax", "softmax_output")]
         if by_rows:
-            pairs = [features[n] for n in by_rows]
-            losses, out = softmax_losses_and_output(
-                pairs, call.q, call.k, call.v, call.scale, call.key_mask
-            )
+            losses, out = softmax_losses([rows[n] for n in by_rows], *teacher, v=call.v)
             found |= dict(zip(by_rows, losses.unbind(), strict=True))
         else:
             out = softmax_attention(call)
+        assert out is not None
+        near: dict[Window, tuple[Tensor, Tensor] | None] = {}
         for number, kind in kinds.items():
             if kind == "l2":
-                found[number] = l2_loss(
-                    *features[number], call.q, call.k, call.scale, call.key_mask
-                )
+                found[number] = l2_loss(rows[number], *teacher)
             elif kind in ("output", "softmax_output"):
-                own = linear_attention(*features[number], call.v.float(), call.key_mask)
+                window = rows[number].window
+                if window not in near:
+                    near[window] = near_keys(call, window)
+                own = self.students[number].output(rows[number], call, near[window])
                 found[number] = found[number] + output_loss(own, out, call.key_mask)
         return found, out

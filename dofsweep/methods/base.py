@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from dofsweep.core.attention import linear_attention
+from dofsweep.core.losses import StudentRows
 from dofsweep.core.plan import Plan
+from dofsweep.core.window import Window, near_attention, windowed_attention
 from dofsweep.records import ModelShape
 from dofsweep.teacher.seam import AttentionCall
 
@@ -36,6 +38,18 @@ class FeatureLayer(nn.Module):
         """
         raise NotImplementedError
 
+    def row_shift(self, q: Tensor) -> Tensor:
+        """Log of what the features leave out of the kernel exp(s q·k) of each query.
+
+        It cancels in linear attention; beside exact keys (``core.window``) it does not.
+
+        Args:
+            q: [B, H, L, d].
+        Returns:
+            [B, H, L] float32.
+        """
+        raise NotImplementedError
+
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """Trainable parameters by the learning rate they take: ``features`` or ``weights``."""
         raise NotImplementedError
@@ -54,6 +68,10 @@ class StudentMeta:
     n_heads: int
     n_kv_heads: int
     head_dim: int
+    window: int = 0
+    """Last keys that every layer sees exactly, the row's own among them."""
+    sinks: int = 0
+    """First keys that every layer sees exactly."""
 
 
 class Student(nn.Module):
@@ -70,15 +88,49 @@ class Student(nn.Module):
         assert isinstance(found, FeatureLayer)
         return found
 
+    @property
+    def window(self) -> Window:
+        """Keys that every layer sees exactly."""
+        return Window(self.meta.window, self.meta.sinks)
+
+    def rows(self, call: AttentionCall) -> StudentRows:
+        """What the losses must know of one layer."""
+        layer = self.layer(call.layer_idx)
+        return StudentRows(
+            *layer.log_features(call.q, call.k), self.window, layer.row_shift(call.q)
+        )
+
     def attend(self, call: AttentionCall) -> Tensor:
-        """Linear attention in place of the teacher's softmax, [B, H, L, d] in v's dtype."""
-        log_q, log_k = self.layer(call.layer_idx).log_features(call.q, call.k)
-        return linear_attention(log_q, log_k, call.v, call.key_mask)
+        """Attention in place of the teacher's softmax, [B, H, L, d] in v's dtype."""
+        if not self.window:
+            log_q, log_k = self.layer(call.layer_idx).log_features(call.q, call.k)
+            return linear_attention(log_q, log_k, call.v, call.key_mask)
+        return self.output(self.rows(call), call, near_keys(call, self.window))
+
+    def output(
+        self, rows: StudentRows, call: AttentionCall, near: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """``attend``, from what was computed before: ``rows``, and ``near_keys`` of the window."""
+        if near is None:
+            return linear_attention(rows.log_q, rows.log_k, call.v, call.key_mask)
+        assert rows.row_shift is not None
+        return windowed_attention(
+            rows.log_q, rows.log_k, rows.row_shift, near, call.v, rows.window, call.key_mask
+        )
 
 
-def student_state_bytes(plan: Plan, shape: ModelShape) -> int:
+def near_keys(call: AttentionCall, window: Window) -> tuple[Tensor, Tensor] | None:
+    """Attention over the near keys of a window, and the log of its normaliser; None without."""
+    if not window:
+        return None
+    return near_attention(call.q, call.k, call.v, call.scale, window, call.key_mask)
+
+
+def student_state_bytes(plan: Plan, shape: ModelShape, window: Window | None = None) -> int:
     """Bytes that one sequence's recurrent state takes, over all layers."""
-    return STATE_FLOAT_BYTES * plan.state_floats(shape.head_dim)
+    near = 0 if window is None else window.size + window.sinks
+    near_floats = 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * near
+    return STATE_FLOAT_BYTES * (plan.state_floats(shape.head_dim) + near_floats)
 
 
 def cache_bytes(shape: ModelShape, n_tokens: int, float_bytes: int) -> int:

@@ -55,7 +55,9 @@ class PrfLayer(FeatureLayer):
         self.z_k = nn.Parameter(z)
         self.z_q = nn.Parameter(z.repeat_interleave(self.group, dim=0)) if untied else None
         weight_heads = n_heads if untied else n_feature_heads
-        self.log_weight = nn.Parameter(torch.zeros(weight_heads, width))
+        # α = 1/M: then the sum over features estimates the kernel itself.
+        log_dims = torch.tensor(dims).log().repeat_interleave(weight_heads // n_feature_heads)
+        self.log_weight = nn.Parameter(-log_dims[:, None].expand(-1, width).clone())
         self.register_buffer("key_mean", key_mean.clone())
         present = torch.arange(width) < torch.tensor(dims)[:, None]
         absent = torch.zeros(n_feature_heads, width).masked_fill(~present, float("-inf"))
@@ -77,6 +79,12 @@ class PrfLayer(FeatureLayer):
         pooled = q.reshape(batch, -1, self.group * length, dim)  # queries of a group side by side
         log_q = prf_log_features(pooled, self.z_k, self.scale, self.log_weight, half_norm=False)
         return log_q.view(batch, n_heads, length, -1), log_k
+
+    def row_shift(self, q: Tensor) -> Tensor:
+        """s q·mean(k) - s‖q‖²/2, [B, H, L]: the mean key was taken off, and the norm left out."""
+        q = q.float()
+        mean = self.key_mean.repeat_interleave(self.n_heads // self.n_kv, dim=0)
+        return self.scale * ((q * mean[:, None]).sum(-1) - q.square().sum(-1) / 2)
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """z under ``features``, log α under ``weights``."""

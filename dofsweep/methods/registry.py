@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dofsweep.core.plan import Plan
+from dofsweep.core.window import Window
 from dofsweep.errors import StudentError
 from dofsweep.methods.base import FeatureLayer, Student, StudentMeta
 from dofsweep.methods.prf import PrfLayer
@@ -35,6 +36,7 @@ def build_student(
     key_means: list[Tensor],
     init: str,
     seed: int,
+    window: Window | None = None,
 ) -> Student:
     """A student with fresh features.
 
@@ -43,6 +45,7 @@ def build_student(
         scales: attention scale of each layer.
         key_means: per layer [G, d], subtracted from the keys; zeros to leave them.
         seed: of the initial features; a layer's features do not depend on other layers' plans.
+        window: keys that every layer sees exactly beside its features.
     Raises:
         StudentError: an unknown feature map, or a plan of another model.
     """
@@ -60,6 +63,8 @@ def build_student(
         shape.n_heads,
         shape.n_kv_heads,
         shape.head_dim,
+        window.size if window else 0,
+        window.sinks if window else 0,
     )
     return _assemble(meta, key_means, init, seed)
 

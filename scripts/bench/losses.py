@@ -7,6 +7,7 @@ tokens; the ratio is its time over the others'.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 
 import torch
@@ -15,7 +16,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dofsweep.core.attention import linear_attention
-from dofsweep.core.losses import l2_loss, output_loss, softmax_loss, softmax_losses
+from dofsweep.core.losses import (
+    StudentRows,
+    l2_loss,
+    output_loss,
+    softmax_loss,
+    softmax_losses,
+)
 
 
 def plain_softmax_loss(log_q: Tensor, log_k: Tensor, q: Tensor, k: Tensor, scale: float) -> Tensor:
@@ -49,11 +56,17 @@ def output_of_linear(log_q: Tensor, log_k: Tensor, v: Tensor, target: Tensor) ->
     return output_loss(linear_attention(log_q, log_k, v), target)
 
 
+def l2_of_features(log_q: Tensor, log_k: Tensor, q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """The l2 loss of features of weight 1/M."""
+    shift = -scale * q.square().sum(-1) / 2 - math.log(log_q.shape[-1])
+    return l2_loss(StudentRows(log_q, log_k, row_shift=shift), q, k, scale)
+
+
 def many(students: int) -> Callable[..., Tensor]:
     """The sum of the losses of several students of equal features."""
 
     def loss(log_q: Tensor, log_k: Tensor, *teacher: object) -> Tensor:
-        return softmax_losses([(log_q, log_k)] * students, *teacher).sum()
+        return softmax_losses([StudentRows(log_q, log_k)] * students, *teacher)[0].sum()
 
     return loss
 
@@ -89,7 +102,7 @@ def main() -> None:
             f"softmax, {args.students} students": with_backward(
                 many(args.students), features, q, k, scale
             ),
-            "l2": with_backward(l2_loss, features, q, k, scale),
+            "l2": with_backward(l2_of_features, features, q, k, scale),
             "output": with_backward(output_of_linear, features, v, target),
         }
         rounds = args.rounds if length <= 512 else max(3, args.rounds // 3)

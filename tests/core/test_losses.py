@@ -8,16 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dofsweep.core import losses
 from dofsweep.core.attention import attention_reference, linear_attention
 from dofsweep.core.losses import (
+    StudentRows,
     attention_kl,
-    l2_loss,
     output_loss,
     softmax_loss,
     softmax_losses,
-    softmax_losses_and_output,
     teacher_rows,
 )
+from dofsweep.core.window import Window
 from dofsweep.errors import StudentError
 
 SCALE = 0.3
@@ -77,6 +78,14 @@ def plain_softmax_loss(
     p = plain_teacher(q, k, key_mask).softmax(-1)
     log_a = plain_logits(log_q, log_k).masked_fill(~keep, -1e30).log_softmax(-1)
     return mean_rows(-(p * log_a).sum(-1), key_mask)
+
+
+def l2_loss(log_q: Tensor, log_k: Tensor, q: Tensor, k: Tensor, scale: float, *args, **options):
+    """Of features of weight 1/M."""
+    present = (log_k > -torch.inf).any(2).sum(-1).repeat_interleave(q.shape[1] // log_k.shape[1], 1)
+    shift = -scale * q.square().sum(-1) / 2 - present[..., None].log()
+    rows = StudentRows(log_q, log_k, row_shift=shift)
+    return losses.l2_loss(rows, q, k, scale, *args, **options)
 
 
 def plain_l2_loss(
@@ -163,6 +172,31 @@ def test_output_loss(padded: bool) -> None:
     )
 
 
+def test_near_keys_have_no_l2_error() -> None:
+    q, k, _ = make_teacher_inputs(40)
+    log_q, log_k = (x.detach().requires_grad_() for x in prf(q, k, 6, 2))
+    shift = -SCALE * q.square().sum(-1) / 2
+    window = Window(7, 2)
+
+    def plain(a: Tensor, b: Tensor) -> Tensor:
+        logits = plain_teacher(q, k, None)
+        top = logits.amax(-1, keepdim=True)
+        kernel = (logits - top).exp()
+        far = visible(40, None) & ~window.near(slice(0, 40), None, q.device)
+        estimate = (plain_logits(a, b) + shift.double()[..., None] - top).exp()
+        error = (estimate - kernel).masked_fill(~far, 0).square().sum(-1)
+        return (error / kernel.square().sum(-1)).mean()
+
+    assert_same_as_plain(
+        lambda a, b: losses.l2_loss(StudentRows(a, b, window, shift), q, k, SCALE, row_chunk=9),
+        plain,
+        log_q,
+        log_k,
+    )
+    with pytest.raises(StudentError, match="row_shift"):
+        losses.l2_loss(StudentRows(log_q, log_k), q, k, SCALE)
+
+
 @pytest.mark.parametrize("loss", [softmax_loss, l2_loss])
 def test_row_chunks_change_nothing(loss) -> None:
     q, k, _ = make_teacher_inputs(70)
@@ -175,7 +209,7 @@ def test_row_chunks_change_nothing(loss) -> None:
 def test_many_students_are_each_what_they_are_alone() -> None:
     q, k, _ = make_teacher_inputs(70)
     students = [prf(q, k, M, K, seed=M) for M, K in ((9, 2), (9, 2), (33, 4), (1, 2))]
-    losses = softmax_losses(students, q, k, SCALE)
+    losses = softmax_losses([StudentRows(*s) for s in students], q, k, SCALE)[0]
     assert losses.shape == (4,)
     (losses * torch.tensor([1.0, 2.0, 3.0, 4.0])).sum().backward()
     for i, (log_q, log_k) in enumerate(students):
@@ -194,7 +228,7 @@ def test_a_perfect_student_has_no_divergence() -> None:
     log_k = torch.full((1, 2, L, L), -torch.inf)
     log_k.diagonal(dim1=-2, dim2=-1).zero_()
     log_q = (SCALE * q @ k.mT).requires_grad_()
-    assert abs(attention_kl(log_q, log_k, q, k, SCALE).item()) < 1e-5
+    assert abs(attention_kl(StudentRows(log_q, log_k), q, k, SCALE).item()) < 1e-5
     loss = softmax_loss(log_q, log_k, q, k, SCALE)
     entropy = torch.special.entr(plain_teacher(q, k, None).softmax(-1)).sum(-1).mean()
     assert loss.item() == pytest.approx(entropy.item(), abs=1e-5)
@@ -214,7 +248,7 @@ def test_divergence_is_not_negative_and_is_the_loss_less_the_entropy(
 ) -> None:
     q, k, _ = make_teacher_inputs(L, seed=seed)
     log_q, log_k = (size * x.detach() for x in prf(q, k, M, 2, seed))
-    kl = attention_kl(log_q, log_k, q, k, SCALE).item()
+    kl = attention_kl(StudentRows(log_q, log_k), q, k, SCALE).item()
     assert kl > -1e-4 * (1 + size)
     entropy = torch.special.entr(plain_teacher(q, k, None).softmax(-1)).sum(-1).mean().item()
     loss = softmax_loss(log_q, log_k, q, k, SCALE).item()
@@ -267,7 +301,7 @@ def test_absent_features_change_no_loss() -> None:
     log_q, log_k = (x.detach() for x in prf(q, k, 5, 2))
     padded = [torch.nn.functional.pad(x, (0, 3), value=-torch.inf) for x in (log_q, log_k)]
     padded = [x.requires_grad_() for x in padded]
-    for loss in (softmax_loss, l2_loss, attention_kl):
+    for loss in (softmax_loss, l2_loss):
         want, got = loss(log_q, log_k, q, k, SCALE), loss(*padded, q, k, SCALE)
         torch.testing.assert_close(got, want)
     (softmax_loss(*padded, q, k, SCALE) + l2_loss(*padded, q, k, SCALE)).backward()
@@ -305,7 +339,7 @@ def test_the_teacher_gets_no_gradient() -> None:
     assert q.grad is None
     assert k.grad is None
     assert v.grad is None
-    assert not attention_kl(*features, q, k, SCALE).requires_grad
+    assert not attention_kl(StudentRows(*features), q, k, SCALE).requires_grad
 
 
 def test_bfloat16_features_get_bfloat16_gradients() -> None:
@@ -360,7 +394,7 @@ def test_stacked_students_out_of_range_are_each_what_they_are_alone(padded: bool
     for pair in students:
         for x in pair:
             x.requires_grad_()
-    losses = softmax_losses(students, q, k, SCALE, mask, row_chunk=7)
+    losses = softmax_losses([StudentRows(*s) for s in students], q, k, SCALE, mask, row_chunk=7)[0]
     (losses * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
     for i, pair in enumerate(students):
         exact = [x.detach().double().requires_grad_() for x in pair]
@@ -376,11 +410,54 @@ def test_the_teachers_output_comes_with_the_losses(dtype: torch.dtype) -> None:
     q, k, v = make_teacher_inputs(70, batch=2)
     mask = masks(2, 70)
     features = prf(q, k, 9, 2)
-    losses, out = softmax_losses_and_output([features], q, k, v.to(dtype), SCALE, mask)
-    torch.testing.assert_close(losses, softmax_losses([features], q, k, SCALE, mask))
+    rows = [StudentRows(*features)]
+    losses, out = softmax_losses(rows, q, k, SCALE, mask, v=v.to(dtype))
+    torch.testing.assert_close(losses, softmax_losses(rows, q, k, SCALE, mask)[0])
     want = plain_teacher(q, k, mask).softmax(-1) @ v.to(dtype).double().repeat_interleave(2, 1)
     real = mask[:, None, :, None].expand_as(out)
     assert out.dtype == dtype
     torch.testing.assert_close(
         out[real], want.to(dtype)[real], rtol=1e-2, atol=1e-2 if dtype == torch.bfloat16 else 1e-5
     )
+
+
+def plain_windowed_loss(
+    features: list[Tensor], q: Tensor, k: Tensor, mask: Tensor | None, window: Window
+) -> Tensor:
+    """Every pair's weight written out: near ones are the teacher's own."""
+    log_q, log_k, shift = features
+    L = q.shape[2]
+    near = window.near(slice(0, L), mask, q.device)
+    teacher = plain_teacher(q, k, mask)
+    logits = torch.where(near, teacher, plain_logits(log_q, log_k) + shift[..., None])
+    log_a = logits.masked_fill(~visible(L, mask), -1e30).log_softmax(-1)
+    return mean_rows(-(teacher.softmax(-1) * log_a).sum(-1), mask)
+
+
+@pytest.mark.parametrize("apart", [0.0, 200.0])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("size", "sinks"), [(1, 0), (5, 2), (30, 4), (70, 0)])
+def test_windowed_students_of_one_pass(size: int, sinks: int, padded: bool, apart: float) -> None:
+    """Two of one window, with and without pairs beyond float32, and one without a window."""
+    L = 63
+    q, k, _ = make_teacher_inputs(L, batch=2)
+    mask, window = masks(2, L) if padded else None, Window(size, sinks)
+    gen = torch.Generator().manual_seed(0)
+    shift = torch.randn(2, 4, L, generator=gen)
+    students = []
+    for seed, shape in ((1, window), (2, window), (3, Window())):
+        log_q, log_k = (x.detach().clone() for x in prf(q, k, 6, 2, seed))
+        if seed == 2 and apart:
+            log_q[:, :, ::2, :3] -= apart
+            log_k[:, :, ::3, 3:] -= apart
+        students.append(StudentRows(log_q.requires_grad_(), log_k.requires_grad_(), shape, shift))
+    values, _ = softmax_losses(students, q, k, SCALE, mask, row_chunk=20)
+    (values * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    for i, s in enumerate(students):
+        exact = [x.detach().double().requires_grad_() for x in (s.log_q, s.log_k)]
+        plain = plain_windowed_loss([*exact, shift.double()], q, k, mask, s.window)
+        ((i + 1) * plain).backward()
+        torch.testing.assert_close(values[i].double(), plain, rtol=2e-5, atol=2e-5)
+        for mine, ref in zip((s.log_q, s.log_k), exact, strict=True):
+            grad = torch.zeros_like(ref) if ref.grad is None else ref.grad
+            torch.testing.assert_close(mine.grad.double(), grad, rtol=1e-3, atol=2e-5)
