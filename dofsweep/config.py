@@ -54,11 +54,12 @@ def _distinct(values: list[T]) -> list[T]:
     return list(dict.fromkeys(values))
 
 
-Strategy = Literal["fix", "dof", "dof_clip"]
+Strategy = Literal["fix", "dof", "dof_clip", "sink_window"]
 FeatureMap = Literal["prf", "prf_untied"]
 Loss = Literal["softmax", "l2", "output", "softmax_output"]
 Lam = Annotated[float, BeforeValidator(parse_lam), Field(gt=0, le=1e6, allow_inf_nan=False)]
 Budget = Annotated[int, Field(ge=1, le=65536)]
+WindowSize = Annotated[int, Field(ge=0, le=1_048_576)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -81,7 +82,8 @@ class SweepConfig(BaseModel):
     strategy: Annotated[list[Strategy], BeforeValidator(_as_list)] = Field(
         default=["fix", "dof", "dof_clip"], min_length=1
     )
-    """How feature dimensions are given to layers: fix, dof, dof_clip."""
+    """How feature dimensions are given to layers: fix, dof, dof_clip. sink_window is the baseline
+    without features, whose window costs the same bytes (arXiv:2309.17453)."""
     feature_map: Annotated[list[FeatureMap], BeforeValidator(_as_list)] = Field(
         default=["prf"], min_length=1
     )
@@ -94,6 +96,12 @@ class SweepConfig(BaseModel):
     softmax_output: the sum of the first and the third."""
     budget: Annotated[list[Budget], BeforeValidator(_as_list)] = Field(default=[64], min_length=1)
     """C: mean feature dimension per layer."""
+    window: Annotated[list[WindowSize], BeforeValidator(_as_list)] = Field(
+        default=[0], min_length=1
+    )
+    """W: last tokens that every layer sees exactly, beside features for the rest; 0 for none."""
+    sinks: int = Field(default=4, ge=0, le=65536)
+    """First tokens that are seen exactly as well, where there is a window."""
     lam: Annotated[list[Lam], BeforeValidator(_as_list)] = Field(default=[2.0**-8], min_length=1)
     """λ of the degrees of freedom, in the units of the scaled Gram matrix (see gram_scale)."""
     seed: Annotated[list[Seed], BeforeValidator(_as_list)] = Field(default=[0], min_length=1)
@@ -157,19 +165,27 @@ class SweepConfig(BaseModel):
     def trials(self) -> list[TrialSpec]:
         """The sweep spelt out: teacher, untrained students, then the product of the lists.
 
-        The plan of `fix` does not depend on λ, so it is one trial for all λ.
+        The plan of `fix` does not depend on λ, so it is one trial for all λ; `sink_window` depends
+        on budget and window alone, whose bytes it takes.
         """
         rows: list[TrialSpec] = [TrialSpec(0, "teacher")]
+        key: tuple[Any, ...]
         if self.untrained:
-            for feature_map, budget in product(_distinct(self.feature_map), _distinct(self.budget)):
-                rows.append(
-                    TrialSpec(len(rows), "untrained", feature_map, None, budget, None, self.seed[0])
-                )
+            for feature_map, budget, window in product(
+                _distinct(self.feature_map), _distinct(self.budget), _distinct(self.window)
+            ):
+                key = ("untrained", feature_map, None, budget, None, self.seed[0], window)
+                rows.append(TrialSpec(len(rows), *key))
         seen = set()
-        for feature_map, loss, budget, lam, seed, strategy in product(
-            self.feature_map, self.loss, self.budget, self.lam, self.seed, self.strategy
-        ):
-            key = (strategy, feature_map, loss, budget, None if strategy == "fix" else lam, seed)
+        for feature_map, loss, budget, window, lam, seed, strategy in product(
+            self.feature_map, self.loss, self.budget, self.window, self.lam, self.seed,
+            self.strategy,
+        ):  # fmt: skip
+            if strategy == "sink_window":
+                key = (strategy, "sink_window", None, budget, None, None, window)
+            else:
+                own_lam = None if strategy == "fix" else lam
+                key = (strategy, feature_map, loss, budget, own_lam, seed, window)
             if key not in seen:
                 seen.add(key)
                 rows.append(TrialSpec(len(rows), *key))

@@ -5,17 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from dofsweep.config import SweepConfig
 from dofsweep.core.plan import Plan, make_plan
 from dofsweep.core.spectrum import dof_table
+from dofsweep.core.window import Window
 from dofsweep.corpus.cache import CachedCorpus, cached_corpus
 from dofsweep.corpus.load import check_corpus, is_remote
 from dofsweep.errors import ConfigError
-from dofsweep.methods.base import feature_head_count
+from dofsweep.methods import Student, build_student, sink_window_student
+from dofsweep.methods.base import equal_window, feature_head_count, student_state_bytes
 from dofsweep.records import HeadSpectrum, TrialSpec
+from dofsweep.teacher.capture import Capture
 from dofsweep.teacher.load import load_tokenizer
 from dofsweep.teacher.resolve import TeacherRef, resolve_teacher
 
@@ -55,6 +61,7 @@ def preflight(config: SweepConfig, home: Path) -> TeacherRef:
     for trial in config.trials():
         if trial.strategy in {"fix", "untrained"}:
             plan_for(config, ref, trial, ())
+        window_for(config, ref, trial)
     check_corpus(config.corpus, config.heldout_corpus)
     _check_writable(storage_of(config, home))
     if config.train_tokens is not None:
@@ -167,4 +174,48 @@ def plan_for(
         min_dim=config.min_dim,
         multiple_of=config.multiple_of,
         rounding=config.rounding,
+    )
+
+
+def window_for(config: SweepConfig, ref: TeacherRef, trial: TrialSpec) -> Window:
+    """Keys that every layer of a trial sees exactly.
+
+    `sink_window` gets the window that costs what C features and the trial's own window cost.
+
+    Raises:
+        StudentError: those bytes hold no window.
+    """
+    given = Window(trial.window, config.sinks if trial.window else 0)
+    if trial.strategy != "sink_window":
+        return given
+    plan = plan_for(config, ref, replace(trial, strategy="fix"), ())
+    return equal_window(student_state_bytes(plan, ref.shape, given), ref.shape, config.sinks)
+
+
+def initial_student(
+    config: SweepConfig, ref: TeacherRef, trial: TrialSpec, plan: Plan | None, capture: Capture
+) -> Student:
+    """A student before training.
+
+    Args:
+        plan: of the trial; None for `sink_window`, which has no features.
+    """
+    window = window_for(config, ref, trial)
+    if plan is None:
+        return sink_window_student(window, ref.shape, capture.scales)
+    means = capture.key_mean
+    if not config.center_keys:
+        means = [torch.zeros_like(mean) for mean in means]
+    assert trial.feature_map is not None
+    assert trial.seed is not None
+    return build_student(
+        trial.feature_map,
+        plan,
+        ref.shape,
+        feature_heads=config.feature_heads,
+        scales=capture.scales,
+        key_means=means,
+        init=config.init,
+        seed=trial.seed,
+        window=window,
     )

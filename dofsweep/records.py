@@ -66,6 +66,8 @@ class TrialSpec:
     lam: float | None = None
     """λ of the degrees of freedom; None where the plan does not depend on it."""
     seed: int | None = None
+    window: int = 0
+    """W: last tokens that every layer sees exactly, beside its features."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,15 @@ from dofsweep.corpus.cache import CachedCorpus
 from dofsweep.errors import SweepFailed
 from dofsweep.methods.base import cache_bytes, feature_head_count, student_state_bytes
 from dofsweep.methods.registry import load_student, save_student
-from dofsweep.prepare import capture_facts, content_key, corpus_of, plan_for, spectrum_options
+from dofsweep.prepare import (
+    capture_facts,
+    content_key,
+    corpus_of,
+    initial_student,
+    plan_for,
+    spectrum_options,
+    window_for,
+)
 from dofsweep.records import HeadSpectrum, TrialResult, TrialSpec
 from dofsweep.store.repository import SweepRepository
 from dofsweep.teacher.capture import Capture
@@ -75,6 +83,7 @@ class SweepRun:
     runner: Runner
     storage: Path
     _plans: dict[int, Plan] = field(default_factory=dict)
+    _keys: dict[int, str] = field(default_factory=dict)
 
     def run(self, *, spectra_only: bool = False) -> None:
         """All stages that are not done yet.
@@ -160,9 +169,18 @@ class SweepRun:
         for trial in trials:
             if trial.strategy == "teacher":
                 continue
-            plan = self._plans[trial.number] = plan_for(self.config, self.ref, trial, spectra)
-            state = student_state_bytes(plan, self.ref.shape)
-            self.repo.save_plan(self.sweep_id, trial.number, plan.key, plan.dims, state)
+            window = window_for(self.config, self.ref, trial)
+            if trial.strategy == "sink_window":
+                state = student_state_bytes(None, self.ref.shape, window)
+                key = f"window-{window.size}-{window.sinks}"
+                dims: tuple[tuple[int, ...], ...] = ()
+            else:
+                plan = plan_for(self.config, self.ref, trial, spectra)
+                self._plans[trial.number] = plan
+                state = student_state_bytes(plan, self.ref.shape, window)
+                key, dims = plan.key, plan.dims
+            self._keys[trial.number] = key
+            self.repo.save_plan(self.sweep_id, trial.number, key, dims, state, window.size)
 
     # -- distil ----------------------------------------------------------------------------
 
@@ -173,13 +191,14 @@ class SweepRun:
         self, trials: list[TrialSpec], corpus: CachedCorpus, capture_path: Path
     ) -> dict[int, str]:
         """Train what is not trained; returns the trials that failed, with the reason."""
-        from dofsweep.rayrun.train import TrainJob, initial_students
+        from dofsweep.rayrun.train import TrainJob
 
         for trial in trials:
-            if trial.strategy == "untrained" and not self._student_path(trial.number).exists():
-                pair = ((trial, self._plans[trial.number]),)
-                fresh = initial_students(self.ref, self.config, pair, Capture.load(capture_path))
-                self._keep_student(trial.number, fresh[trial.number])
+            made_now = trial.strategy in {"untrained", "sink_window"}
+            if made_now and not self._student_path(trial.number).exists():
+                capture, plan = Capture.load(capture_path), self._plans.get(trial.number)
+                fresh = initial_student(self.config, self.ref, trial, plan, capture)
+                self._keep_student(trial.number, fresh)
         trained = [t for t in trials if t.loss]
         missing = [t.number for t in trained if not self._student_path(t.number).exists()]
         if not missing:
@@ -223,7 +242,7 @@ class SweepRun:
         first: dict[Any, int] = {}
         return {
             t.number: first.setdefault(
-                (self._plans[t.number].key, t.feature_map, t.loss, t.seed), t.number
+                (self._keys[t.number], t.feature_map, t.loss, t.seed, t.window), t.number
             )
             for t in trials
         }

@@ -134,3 +134,21 @@ def test_files_that_are_refused(tmp_path: Path, name: str, content: bytes, messa
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         read_config_file(tmp_path / "none.yaml")
+
+
+def test_windows_are_an_axis_and_the_baseline_has_one_row_for_each() -> None:
+    config = make_config(
+        {"model": "m", "strategy": ["fix", "dof", "sink_window"], "window": [0, 28], "seed": [0, 1]}
+    )
+    trials = config.trials()
+    assert [(t.strategy, t.window) for t in trials[:3]] == [
+        ("teacher", 0),
+        ("untrained", 0),
+        ("untrained", 28),
+    ]
+    baseline = [t for t in trials if t.strategy == "sink_window"]
+    assert [(t.window, t.loss, t.seed, t.lam) for t in baseline] == [
+        (0, None, None, None),
+        (28, None, None, None),
+    ]
+    assert sum(t.strategy == "dof" for t in trials) == 4

@@ -18,7 +18,8 @@ LEADERBOARD = """
 CREATE VIEW leaderboard AS
 SELECT sweep.id AS sweep, sweep.name AS sweep_name, sweep_trial.id AS trial, sweep_trial.number,
        sweep.model, sweep_trial.strategy, sweep_trial.feature_map, sweep_trial.loss,
-       sweep_trial.budget, sweep_trial.lam, sweep_trial.seed, sweep_trial.feature_heads,
+       sweep_trial.budget, sweep_trial.window_size, sweep_trial.lam, sweep_trial.seed,
+       sweep_trial.feature_heads,
        sweep_trial.heldout_loss, sweep_trial.heldout_stderr, sweep_trial.n_sequences,
        sweep_trial.n_tokens, sweep_trial.mean_kl, sweep_trial.state_bytes, sweep_trial.plan_key,
        sweep_trial.state, sweep_trial.error
@@ -125,6 +126,7 @@ def _trials() -> None:
         _text("feature_map", null=True),
         _text("loss", null=True),
         _int("budget", null=True),
+        _int("window_size"),
         _float("lam", null=True),
         _big("seed", null=True),
         _text("feature_heads"),

@@ -47,7 +47,7 @@ def launch(
     model: Model = None,
     corpus: CorpusName = None,
     strategy: Annotated[
-        list[str] | None, typer.Option(help="fix, dof, dof_clip. Repeatable.")
+        list[str] | None, typer.Option(help="fix, dof, dof_clip, sink_window. Repeatable.")
     ] = None,
     feature_map: Annotated[
         list[str] | None, typer.Option(help="prf, prf_untied. Repeatable.")
@@ -56,6 +56,9 @@ def launch(
         list[str] | None, typer.Option(help="softmax, l2, output or softmax_output. Repeatable.")
     ] = None,
     budget: Budget = None,
+    window: Annotated[
+        list[str] | None, typer.Option(help="Last tokens seen exactly. Repeatable.")
+    ] = None,
     lam: Lam = None,
     seed: Annotated[
         list[str] | None, typer.Option(help="Seed of the initial features. Repeatable.")
@@ -83,8 +86,8 @@ def launch(
     """
     given = {
         "model": model, "corpus": corpus, "strategy": strategy, "feature_map": feature_map,
-        "loss": loss, "budget": budget, "lam": lam, "seed": seed, "seq_len": seq_len,
-        "feature_heads": feature_heads, "train_tokens": train_tokens,
+        "loss": loss, "budget": budget, "window": window, "lam": lam, "seed": seed,
+        "seq_len": seq_len, "feature_heads": feature_heads, "train_tokens": train_tokens,
         "heldout_tokens": heldout_tokens, "heldout_corpus": heldout_corpus, "name": name,
     }  # fmt: skip
     settings = collect_settings(config, preset, set_, given)

@@ -14,6 +14,7 @@ from dofsweep.core.attention import linear_attention
 from dofsweep.core.losses import StudentRows
 from dofsweep.core.plan import Plan
 from dofsweep.core.window import Window, near_attention, windowed_attention
+from dofsweep.errors import StudentError
 from dofsweep.records import ModelShape
 from dofsweep.teacher.seam import AttentionCall
 
@@ -126,11 +127,28 @@ def near_keys(call: AttentionCall, window: Window) -> tuple[Tensor, Tensor] | No
     return near_attention(call.q, call.k, call.v, call.scale, window, call.key_mask)
 
 
-def student_state_bytes(plan: Plan, shape: ModelShape, window: Window | None = None) -> int:
-    """Bytes that one sequence's recurrent state takes, over all layers."""
+def student_state_bytes(plan: Plan | None, shape: ModelShape, window: Window | None = None) -> int:
+    """Bytes that one sequence's recurrent state takes, over all layers; no features if no plan."""
     near = 0 if window is None else window.size + window.sinks
     near_floats = 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * near
-    return STATE_FLOAT_BYTES * (plan.state_floats(shape.head_dim) + near_floats)
+    far_floats = 0 if plan is None else plan.state_floats(shape.head_dim)
+    return STATE_FLOAT_BYTES * (far_floats + near_floats)
+
+
+def equal_window(state_bytes: int, shape: ModelShape, sinks: int) -> Window:
+    """The window without features that takes at most these bytes, sinks included.
+
+    Raises:
+        StudentError: the bytes do not hold the sinks and one token more.
+    """
+    token = STATE_FLOAT_BYTES * 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim
+    size = state_bytes // token - sinks
+    if size < 1:
+        raise StudentError(
+            f"sink_window: {state_bytes} bytes hold {state_bytes // token} tokens, and {sinks} of "
+            "them are sinks; raise budget or lower sinks"
+        )
+    return Window(size, sinks)
 
 
 def cache_bytes(shape: ModelShape, n_tokens: int, float_bytes: int) -> int:

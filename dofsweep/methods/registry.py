@@ -18,6 +18,7 @@ from dofsweep.core.window import Window
 from dofsweep.errors import StudentError
 from dofsweep.methods.base import FeatureLayer, Student, StudentMeta
 from dofsweep.methods.prf import PrfLayer
+from dofsweep.methods.sink_window import NAME, SinkWindowStudent
 from dofsweep.records import ModelShape
 
 FEATURE_MAPS: dict[str, Callable[..., FeatureLayer]] = {
@@ -69,7 +70,16 @@ def build_student(
     return _assemble(meta, key_means, init, seed)
 
 
+def sink_window_student(window: Window, shape: ModelShape, scales: list[float]) -> Student:
+    """The baseline without features."""
+    heads = (shape.n_heads, shape.n_kv_heads, shape.head_dim)
+    meta = StudentMeta(NAME, "kv", (), tuple(scales), *heads, window.size, window.sinks)
+    return SinkWindowStudent(meta)
+
+
 def _assemble(meta: StudentMeta, key_means: list[Tensor], init: str, seed: int) -> Student:
+    if meta.feature_map == NAME:
+        return SinkWindowStudent(meta)
     layers = []
     for layer_idx, dims in enumerate(meta.dims):
         generator = torch.Generator().manual_seed(seed * 100_003 + layer_idx)

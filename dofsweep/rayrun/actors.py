@@ -86,7 +86,9 @@ class TeacherActor:
         """Held-out loss of a student, and its layers' KL on the first ``kl_sequences``."""
         student = load_student(Path(path)).to(self._device)
         measured = next_token_loss(self._model, tokens, student.attend, self._post)
-        kl = layer_kl(self._model, {number: student}, tokens[:kl_sequences])[number]
+        kl = None
+        if len(student.layers):  # without features, what is far has no weight: KL is infinite
+            kl = layer_kl(self._model, {number: student}, tokens[:kl_sequences])[number]
         return trial_result(number, measured, kl)
 
 

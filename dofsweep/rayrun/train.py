@@ -27,7 +27,8 @@ from dofsweep.core.plan import Plan
 from dofsweep.distill.layerwise import LayerwiseTrainer
 from dofsweep.distill.trainer import Trainer, TrainSettings
 from dofsweep.errors import DistillError
-from dofsweep.methods import Student, build_student, save_student
+from dofsweep.methods import save_student
+from dofsweep.prepare import initial_student
 from dofsweep.rayrun.actors import Poster
 from dofsweep.rayrun.devices import Share
 from dofsweep.rayrun.env import TRAIN
@@ -97,33 +98,6 @@ class TrainOutcome:
     """Most memory that the first worker held."""
 
 
-def initial_students(
-    ref: TeacherRef,
-    config: SweepConfig,
-    trials: tuple[tuple[TrialSpec, Plan], ...],
-    capture: Capture,
-) -> dict[int, Student]:
-    """Students before training, by trial number."""
-    means = capture.key_mean
-    if not config.center_keys:
-        means = [torch.zeros_like(mean) for mean in means]
-    students = {}
-    for trial, plan in trials:
-        assert trial.feature_map is not None
-        assert trial.seed is not None
-        students[trial.number] = build_student(
-            trial.feature_map,
-            plan,
-            ref.shape,
-            feature_heads=config.feature_heads,
-            scales=capture.scales,
-            key_means=means,
-            init=config.init,
-            seed=trial.seed,
-        )
-    return students
-
-
 class _Curve:
     """Loss curves, thinned to CURVE_POINTS windows."""
 
@@ -177,9 +151,11 @@ def _train_loop(settings: dict[str, Any]) -> None:
     torch.set_num_threads(settings["threads"])
     device = str(ray.train.torch.get_device())
     teacher, _ = load_teacher(job.ref, device=device, dtype=job.config.dtype)
-    students = initial_students(
-        job.ref, job.config, job.trials, Capture.load(Path(job.capture_path))
-    )
+    capture = Capture.load(Path(job.capture_path))
+    students = {
+        trial.number: initial_student(job.config, job.ref, trial, plan, capture)
+        for trial, plan in job.trials
+    }
     trainer = LayerwiseTrainer(
         teacher,
         {n: s.to(device) for n, s in students.items()},

@@ -87,7 +87,7 @@ def print_leaderboard(rows: Sequence[dict[str, Any]], out: IO[str]) -> None:
 def _print_one_leaderboard(sweep: str, rows: list[dict[str, Any]], console: Console) -> None:
     title = f"{rows[0]['model']}, sweep {sweep}: held-out loss in nats a token"
     table = _table(
-        "strategy", "map", "loss", ">C", ">λ", ">seed", ">held-out", ">s.e.", ">KL", ">state",
+        "strategy", "map", "loss", ">C", ">W", ">λ", ">seed", ">held-out", ">s.e.", ">KL", ">state",
         "", title=title,
     )  # fmt: skip
     scored = [r for r in rows if r["heldout_loss"] is not None and r["strategy"] != "teacher"]
@@ -99,6 +99,7 @@ def _print_one_leaderboard(sweep: str, rows: list[dict[str, Any]], console: Cons
             row["feature_map"] or "-",
             row["loss"] or "-",
             "-" if row["budget"] is None else str(row["budget"]),
+            str(row["window_size"] or "-"),
             format_lam(row["lam"]),
             "-" if row["seed"] is None else str(row["seed"]),
             _number(row["heldout_loss"], 4),

@@ -136,6 +136,8 @@ class TrialRow(Base):
     feature_map: Mapped[str | None]
     loss: Mapped[str | None]
     budget: Mapped[int | None]
+    window_size: Mapped[int]
+    """Last tokens that every layer sees exactly; 0 for none."""
     lam: Mapped[float | None]
     seed: Mapped[int | None] = mapped_column(BigInteger)
     feature_heads: Mapped[str]

@@ -86,6 +86,7 @@ class SweepRepository(TrialWrites, SpectraWrites):
                 "feature_map": trial.feature_map,
                 "loss": trial.loss,
                 "budget": trial.budget,
+                "window_size": trial.window,
                 "lam": finite(trial.lam),
                 "seed": trial.seed,
                 "feature_heads": feature_heads,

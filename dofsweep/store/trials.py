@@ -34,6 +34,7 @@ class TrialWrites(Writes):
         plan_key: str,
         dims: Sequence[Sequence[int]],
         state_bytes: int,
+        window_size: int = 0,
     ) -> None:
         """Write a trial's plan in the place of an earlier one.
 
@@ -41,10 +42,16 @@ class TrialWrites(Writes):
             plan_key: hash of the plan; equal plans share one training run.
             dims: feature dimension of each layer and feature head.
             state_bytes: recurrent state of the whole student for one sequence.
+            window_size: last tokens that every layer sees exactly.
         """
         with self.store.session() as session:
             id_ = change_trial(
-                session, sweep_id, number, plan_key=plan_key, state_bytes=int(state_bytes)
+                session,
+                sweep_id,
+                number,
+                plan_key=plan_key,
+                state_bytes=int(state_bytes),
+                window_size=int(window_size),
             )
             rows = [
                 {"trial_id": id_, "layer_idx": layer, "head_idx": head, "feature_dim": int(dim)}

@@ -21,13 +21,14 @@ from dofsweep.config import SweepConfig, make_config
 from dofsweep.core.plan import make_plan
 from dofsweep.core.spectrum import dof_bracket, head_dof, head_spectra_reference
 from dofsweep.corpus.load import load_corpus
-from dofsweep.distill.layerwise import LayerwiseTrainer, TrainSettings
+from dofsweep.distill.layerwise import LayerwiseTrainer
 from dofsweep.errors import CaptureError, DistillError
 from dofsweep.methods import load_student, save_student
+from dofsweep.prepare import initial_student
 from dofsweep.rayrun.devices import Share
 from dofsweep.rayrun.env import QUIET, TRAIN
 from dofsweep.rayrun.runner import RayRunner
-from dofsweep.rayrun.train import TrainJob, TrainOutcome, initial_students
+from dofsweep.rayrun.train import TrainJob, TrainOutcome
 from dofsweep.records import TrialSpec
 from dofsweep.teacher.capture import Capture, capture_points
 from dofsweep.teacher.load import load_teacher, load_tokenizer
@@ -100,16 +101,18 @@ def job_for(
     )  # fmt: skip
 
 
+def students_of(job: TrainJob) -> dict[int, Any]:
+    """Before training."""
+    capture = Capture.load(Path(job.capture_path))
+    return {t.number: initial_student(job.config, job.ref, t, p, capture) for t, p in job.trials}
+
+
 def train_plainly(job: TrainJob) -> tuple[dict[int, Any], list[float]]:
     """The same training in this process, without Ray; the loss of trial 1's layers a step."""
     model, _ = load_teacher(job.ref)
-    students = initial_students(
-        job.ref, job.config, job.trials, Capture.load(Path(job.capture_path))
-    )
+    students = students_of(job)
     config = job.config
-    settings = TrainSettings(
-        job.total_steps, config.lr_features, config.lr_weights, config.warmup, config.grad_clip
-    )
+    settings = {trial.number: job.settings(trial) for trial, _ in job.trials}
     trainer = LayerwiseTrainer(model, students, settings)
     tokens, batch = np.load(job.tokens_path), config.batch_size
     losses = []
@@ -224,7 +227,7 @@ def test_a_killed_worker_changes_no_number(
 
 def test_evaluation(cluster: None, ref: TeacherRef, tokens: Any, tmp_path: Path) -> None:
     job = job_for(ref, config_with(), tokens, tmp_path, "sw-eval")
-    students = initial_students(ref, job.config, job.trials, Capture.load(Path(job.capture_path)))
+    students = students_of(job)
     paths = []
     for number, student in students.items():
         save_student(student, tmp_path / f"{number}.safetensors")
