@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from dofsweep.config import SweepConfig
 from dofsweep.core.plan import Plan
 from dofsweep.corpus.cache import CachedCorpus
+from dofsweep.distill.memory import split_by_memory, student_bytes
 from dofsweep.errors import SweepFailed
 from dofsweep.methods.base import cache_bytes, feature_head_count, student_state_bytes
 from dofsweep.methods.registry import load_student, save_student
@@ -47,6 +48,8 @@ log = logging.getLogger("dofsweep")
 KL_SEQUENCES = 8
 """Held-out sequences on which the per-layer KL is measured."""
 FLOAT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+TEACHER_ROOM = 2
+"""Memory kept for the teacher and its forward pass, in sizes of its weights."""
 
 
 class Runner(Protocol):
@@ -61,6 +64,8 @@ class Runner(Protocol):
     ) -> list[HeadSpectrum]: ...
 
     def distill(self, job: TrainJob, storage: str, progress: Progress) -> TrainOutcome: ...
+
+    def room(self, workers: int | None) -> int: ...
 
     def evaluate(
         self,
@@ -203,20 +208,56 @@ class SweepRun:
         missing = [t.number for t in trained if not self._student_path(t.number).exists()]
         if not missing:
             return {}
-        # All of them, even if some are there: a checkpoint goes on with the trials it was made of.
         first = self._first_alike(trained)
         todo = [t for t in trained if first[t.number] == t.number]
-        job = TrainJob(
-            self.sweep_id,
-            self.ref,
-            self.config,
-            tuple((trial, self._plans[trial.number]) for trial in todo),
-            str(capture_path),
-            str(corpus.train_path),
-            len(corpus.train),
-        )
+        failed: dict[int, str] = {}
         with self._stage("distill") as progress:
-            outcome = self.runner.distill(job, str(self.storage / "runs"), progress)
+            for batch in self._batches(todo):
+                # All of a batch, even if some are there: its checkpoint holds all of them.
+                mine = [n for n in missing if first[n] in {t.number for t in batch}]
+                if mine:
+                    job = TrainJob(
+                        self.sweep_id,
+                        self.ref,
+                        self.config,
+                        tuple((trial, self._plans[trial.number]) for trial in batch),
+                        str(capture_path),
+                        str(corpus.train_path),
+                        len(corpus.train),
+                    )
+                    outcome = self.runner.distill(job, str(self.storage / "runs"), progress)
+                    failed |= self._keep_outcome(outcome, {n: first[n] for n in mine})
+        return failed
+
+    def _batches(self, trials: Sequence[TrialSpec]) -> list[list[TrialSpec]]:
+        """Students that are trained from one pass: all of them, or as many as memory holds."""
+        config = self.config
+        sequences = min(config.micro_batch or config.batch_size, config.batch_size)
+        sizes = [
+            student_bytes(
+                self._plans[t.number],
+                self.ref.shape,
+                sequences * config.seq_len,
+                untied=t.feature_map == "prf_untied",
+            )
+            for t in trials
+        ]
+        teacher = self.ref.n_params * FLOAT_BYTES[config.dtype]
+        batches = split_by_memory(sizes, self.runner.room(config.workers) - TEACHER_ROOM * teacher)
+        if len(batches) > 1:
+            self._note(
+                "distill",
+                f"{len(trials)} students need {sum(sizes) / 2**30:.1f} GiB beside the teacher, "
+                f"more than a worker has: trained in {len(batches)} passes",
+            )
+        return [[trials[i] for i in batch] for batch in batches]
+
+    def _keep_outcome(self, outcome: TrainOutcome, twins: dict[int, int]) -> dict[int, str]:
+        """Store what training made; returns the trials that failed, with the reason.
+
+        Args:
+            twins: trial number to the number of the trial that was trained for it.
+        """
         for stage, seconds in outcome.timings.items():
             self.repo.save_timing(
                 self.sweep_id,
@@ -226,8 +267,7 @@ class SweepRun:
                 peak_bytes=outcome.peak_bytes,
             )
         failed = {}
-        for number in missing:
-            twin = first[number]
+        for number, twin in twins.items():
             self.repo.save_training(self.sweep_id, number, outcome.curves.get(twin, []))
             if reason := outcome.failed.get(twin):
                 failed[number] = reason

@@ -59,3 +59,21 @@ def use_device(threads: int) -> str:
     torch.set_num_threads(threads)
     ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
     return "cuda" if ids and torch.cuda.is_available() else "cpu"
+
+
+def _gpu_memory() -> int:
+    """Bytes of the GPU that Ray gave this task."""
+    return int(torch.cuda.mem_get_info()[1])
+
+
+def worker_memory(share: Share) -> int:
+    """Bytes that one of several equal workers may use: of a GPU, or of the smallest node's memory.
+
+    Ray counts as memory of a node what is not set aside for its object store.
+    """
+    if share.num_gpus:
+        whole: int = ray.get(ray.remote(_gpu_memory).options(num_gpus=share.num_gpus).remote())
+        return int(whole * min(1.0, share.num_gpus))
+    nodes = [node for node in _nodes() if node.get("CPU", 0) >= 1]
+    per_node = -(-share.count // max(1, len(nodes)))
+    return int(min(node.get("memory", 0) for node in nodes) / per_node)

@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from dofsweep.errors import ClusterError, DofsweepError
 from dofsweep.rayrun.actors import Board, SpectrumActor, TeacherActor, board_name
-from dofsweep.rayrun.devices import Share, spectrum_share, teacher_share
+from dofsweep.rayrun.devices import Share, spectrum_share, teacher_share, worker_memory
 from dofsweep.rayrun.env import NAMESPACE
 from dofsweep.rayrun.train import TrainJob, TrainOutcome, train
 from dofsweep.records import HeadSpectrum, TrialResult
@@ -121,6 +121,10 @@ class RayRunner:
         finally:
             for actor in actors:
                 ray.kill(actor)
+
+    def room(self, workers: int | None) -> int:
+        """Bytes of memory that a training worker may use."""
+        return worker_memory(job_share(workers))
 
     def distill(self, job: TrainJob, storage: str, progress: Progress) -> TrainOutcome:
         """Train all students of a job from one teacher pass."""

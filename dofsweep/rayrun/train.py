@@ -6,6 +6,7 @@ its last checkpoint by itself, after a lost worker as after a lost driver.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
@@ -59,6 +60,12 @@ class TrainJob:
     def total_steps(self) -> int:
         """Optimizer steps of one pass over the training sequences; a rest of a batch is left."""
         return self.n_sequences // self.config.batch_size
+
+    @property
+    def run_name(self) -> str:
+        """Name of the run and of its folder: the same trials of a sweep go on with one."""
+        numbers = ",".join(str(trial.number) for trial, _ in self.trials)
+        return f"{self.sweep_id}-{hashlib.sha256(numbers.encode()).hexdigest()[:8]}"
 
     def facts(self) -> dict[str, Any]:
         """What a checkpoint must agree with."""
@@ -263,7 +270,7 @@ def train(job: TrainJob, share: Share, storage: str) -> TrainOutcome:
             else {"CPU": share.num_cpus},
         ),
         run_config=ray.train.RunConfig(
-            name=job.sweep_id,
+            name=job.run_name,
             storage_path=storage,
             failure_config=ray.train.FailureConfig(max_failures=MAX_FAILURES),
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),

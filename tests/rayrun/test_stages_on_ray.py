@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,7 @@ def test_a_killed_worker_changes_no_number(
 
     def kill_once() -> None:
         while not killed.wait(0.02):
-            checkpoints = list((tmp_path / "runs").glob("sw-killed/checkpoint_*"))
+            checkpoints = list((tmp_path / "runs").glob("sw-killed-*/checkpoint_*"))
             if checkpoints and (workers := training_workers()):
                 os.kill(workers[0].pid, signal.SIGKILL)
                 killed.set()
@@ -260,22 +261,15 @@ def test_nothing_is_left_on_the_cluster(cluster: None) -> None:
     pytest.fail(f"still held: {ray.available_resources()}")
 
 
-def test_a_checkpoint_of_other_trials_is_refused(
+def test_a_checkpoint_of_another_plan_is_refused(
     cluster: None, ref: TeacherRef, tokens: Any, tmp_path: Path
 ) -> None:
     job = job_for(ref, config_with(), tokens, tmp_path, "sw-other")
     runner = RayRunner("sw-other", ref, "float32")
     runner.distill(job, str(tmp_path / "runs"), quiet)
-    other = TrainJob(
-        "sw-other",
-        ref,
-        job.config,
-        job.trials[:1],
-        job.capture_path,
-        job.tokens_path,
-        job.n_sequences,
-    )
-    with pytest.raises(DistillError, match="checkpoint holds trials"):
+    fewer = make_plan("fix", n_layers=4, n_heads=2, budget=5, head_dim=32)
+    other = replace(job, trials=tuple((trial, fewer) for trial, _ in job.trials))
+    with pytest.raises(DistillError, match="of another plan"):
         runner.distill(other, str(tmp_path / "runs"), quiet)
 
 
