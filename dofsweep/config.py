@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -17,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from dofsweep.errors import ConfigError
-from dofsweep.records import TrialSpec
+from dofsweep.records import POLISHED, TrialSpec
 
 T = TypeVar("T")
 
@@ -56,7 +57,7 @@ def _distinct(values: list[T]) -> list[T]:
 
 Strategy = Literal["fix", "dof", "dof_clip", "sink_window"]
 FeatureMap = Literal["prf", "prf_untied"]
-Loss = Literal["softmax", "l2", "output", "softmax_output"]
+Loss = Literal["softmax", "l2", "output", "softmax_output", "direct"]
 Lam = Annotated[float, BeforeValidator(parse_lam), Field(gt=0, le=1e6, allow_inf_nan=False)]
 Budget = Annotated[int, Field(ge=1, le=65536)]
 WindowSize = Annotated[int, Field(ge=0, le=1_048_576)]
@@ -93,7 +94,8 @@ class SweepConfig(BaseModel):
     )
     """What distillation minimises, layer by layer. softmax: cross-entropy of the attention rows;
     l2: squared error of the kernel rows; output: squared error of the attention output;
-    softmax_output: the sum of the first and the third."""
+    softmax_output: the sum of the first and the third. direct is the next-token loss of the whole
+    student, which needs a pass of its own for every student."""
     budget: Annotated[list[Budget], BeforeValidator(_as_list)] = Field(default=[64], min_length=1)
     """C: mean feature dimension per layer."""
     window: Annotated[list[WindowSize], BeforeValidator(_as_list)] = Field(
@@ -144,6 +146,11 @@ class SweepConfig(BaseModel):
     """Peak learning rate of the feature vectors z."""
     lr_weights: float = Field(default=0.1, gt=0, le=10)
     """Peak learning rate of the log weights of the features."""
+    lr_end_to_end: float = Field(default=0.02, gt=0, le=10)
+    """Peak learning rate of both with the direct loss and in the polish."""
+    polish_steps: int = Field(default=0, ge=0, le=10**9)
+    """Steps that go on from every trained student, towards the teacher's next-token distribution;
+    each polished student is a row of its own."""
     warmup: float = Field(default=0.05, ge=0, lt=1)
     """Part of the steps over which the learning rate rises; then it falls as a cosine."""
     grad_clip: float = Field(default=1.0, gt=0)
@@ -189,6 +196,11 @@ class SweepConfig(BaseModel):
             if key not in seen:
                 seen.add(key)
                 rows.append(TrialSpec(len(rows), *key))
+        if self.polish_steps:
+            rows += [
+                replace(row, number=len(rows) + i, loss=f"{row.loss}{POLISHED}")
+                for i, row in enumerate(r for r in rows if r.loss)
+            ]
         return rows
 
 

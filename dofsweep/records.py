@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +53,10 @@ class HeadSpectrum:
     """False where float64 cannot hold the spread of this spectrum (huge norms, mean or raw)."""
 
 
+POLISHED = "+polish"
+"""Ends the loss of a student that was polished after its own training."""
+
+
 @dataclass(frozen=True)
 class TrialSpec:
     """One row of the sweep: what makes this student different from its neighbours."""
@@ -68,6 +72,20 @@ class TrialSpec:
     seed: int | None = None
     window: int = 0
     """W: last tokens that every layer sees exactly, beside its features."""
+
+    @property
+    def kind(self) -> str:
+        """How it is trained: ``layerwise``, ``direct``, ``polish``, or ``none``."""
+        if self.loss is None:
+            return "none"
+        if self.loss.endswith(POLISHED):
+            return "polish"
+        return "direct" if self.loss == "direct" else "layerwise"
+
+    def before_polish(self) -> TrialSpec:
+        """The trial whose student a polished one starts from, but for its number."""
+        assert self.loss is not None
+        return replace(self, loss=self.loss.removesuffix(POLISHED))
 
 
 @dataclass(frozen=True)

@@ -214,20 +214,41 @@ class SweepRun:
         with self._stage("distill") as progress:
             for batch in self._batches(todo):
                 # All of a batch, even if some are there: its checkpoint holds all of them.
-                mine = [n for n in missing if first[n] in {t.number for t in batch}]
-                if mine:
-                    job = TrainJob(
-                        self.sweep_id,
-                        self.ref,
-                        self.config,
-                        tuple((trial, self._plans[trial.number]) for trial in batch),
-                        str(capture_path),
-                        str(corpus.train_path),
-                        len(corpus.train),
-                    )
-                    outcome = self.runner.distill(job, str(self.storage / "runs"), progress)
-                    failed |= self._keep_outcome(outcome, {n: first[n] for n in mine})
+                numbers = {t.number for t in batch}
+                twins = {n: first[n] for n in missing if first[n] in numbers}
+                start, orphans = self._polish_starts(batch, trained, failed)
+                failed |= self._keep_failures(orphans, twins)
+                batch = [t for t in batch if t.number not in orphans]
+                twins = {n: t for n, t in twins.items() if t not in orphans}
+                if not batch or not twins:
+                    continue
+                job = TrainJob(
+                    self.sweep_id,
+                    self.ref,
+                    self.config,
+                    tuple((trial, self._plans[trial.number]) for trial in batch),
+                    str(capture_path),
+                    str(corpus.train_path),
+                    len(corpus.train),
+                    start,
+                )
+                outcome = self.runner.distill(job, str(self.storage / "runs"), progress)
+                failed |= self._keep_outcome(outcome, job.kind, twins)
         return failed
+
+    def _polish_starts(
+        self, batch: Sequence[TrialSpec], trained: Sequence[TrialSpec], failed: dict[int, str]
+    ) -> tuple[dict[int, str], dict[int, str]]:
+        """Files that polished trials start from, and those whose plain trial failed, with why."""
+        plain = {replace(t, number=0): t.number for t in trained}
+        start, orphans = {}, {}
+        for trial in (t for t in batch if t.kind == "polish"):
+            base = plain[replace(trial.before_polish(), number=0)]
+            if base in failed:
+                orphans[trial.number] = f"its plain trial {base} failed: {failed[base]}"
+            else:
+                start[trial.number] = str(self._student_path(base))
+        return start, orphans
 
     def _batches(self, trials: Sequence[TrialSpec]) -> list[list[TrialSpec]]:
         """Students that are trained from one pass: all of them, or as many as memory holds."""
@@ -243,16 +264,33 @@ class SweepRun:
             for t in trials
         ]
         teacher = self.ref.n_params * FLOAT_BYTES[config.dtype]
-        batches = split_by_memory(sizes, self.runner.room(config.workers) - TEACHER_ROOM * teacher)
-        if len(batches) > 1:
-            self._note(
-                "distill",
-                f"{len(trials)} students need {sum(sizes) / 2**30:.1f} GiB beside the teacher, "
-                f"more than a worker has: trained in {len(batches)} passes",
-            )
-        return [[trials[i] for i in batch] for batch in batches]
+        room = self.runner.room(config.workers) - TEACHER_ROOM * teacher
+        found = []
+        for kind in ("layerwise", "direct", "polish"):
+            members = [i for i, t in enumerate(trials) if t.kind == kind]
+            if not members:
+                continue
+            batches = split_by_memory([sizes[i] for i in members], room)
+            if len(batches) > 1:
+                need = sum(sizes[i] for i in members) / 2**30
+                self._note(
+                    "distill",
+                    f"{len(members)} {kind} students need {need:.1f} GiB beside the teacher, more "
+                    f"than a worker has: trained in {len(batches)} passes",
+                )
+            found += [[trials[members[i]] for i in batch] for batch in batches]
+        return found
 
-    def _keep_outcome(self, outcome: TrainOutcome, twins: dict[int, int]) -> dict[int, str]:
+    def _keep_failures(self, why: dict[int, str], twins: dict[int, int]) -> dict[int, str]:
+        """Mark the trials whose twin failed; returns them with the reason."""
+        failed = {n: why[twin] for n, twin in twins.items() if twin in why}
+        for number, reason in failed.items():
+            self.repo.set_trial_state(self.sweep_id, number, "failed", error=reason)
+        return failed
+
+    def _keep_outcome(
+        self, outcome: TrainOutcome, kind: str, twins: dict[int, int]
+    ) -> dict[int, str]:
         """Store what training made; returns the trials that failed, with the reason.
 
         Args:
@@ -261,21 +299,17 @@ class SweepRun:
         for stage, seconds in outcome.timings.items():
             self.repo.save_timing(
                 self.sweep_id,
-                stage,
+                stage if kind == "layerwise" else f"{stage}_{kind}",
                 seconds=seconds,
                 tokens=outcome.tokens,
                 peak_bytes=outcome.peak_bytes,
             )
-        failed = {}
         for number, twin in twins.items():
             self.repo.save_training(self.sweep_id, number, outcome.curves.get(twin, []))
-            if reason := outcome.failed.get(twin):
-                failed[number] = reason
-                self.repo.set_trial_state(self.sweep_id, number, "failed", error=reason)
-                continue
-            student = load_student(outcome.folder / f"student-{twin}.safetensors")
-            self._keep_student(number, student)
-        return failed
+            if twin not in outcome.failed:
+                student = load_student(outcome.folder / f"student-{twin}.safetensors")
+                self._keep_student(number, student)
+        return self._keep_failures(outcome.failed, twins)
 
     def _first_alike(self, trials: Sequence[TrialSpec]) -> dict[int, int]:
         """For each trial the first one that is the same student: two λ may end at one plan."""

@@ -53,7 +53,8 @@ def launch(
         list[str] | None, typer.Option(help="prf, prf_untied. Repeatable.")
     ] = None,
     loss: Annotated[
-        list[str] | None, typer.Option(help="softmax, l2, output or softmax_output. Repeatable.")
+        list[str] | None,
+        typer.Option(help="softmax, l2, output, softmax_output, direct. Repeatable."),
     ] = None,
     budget: Budget = None,
     window: Annotated[

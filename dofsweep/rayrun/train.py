@@ -13,7 +13,7 @@ import resource
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,11 @@ from torch import Tensor
 
 from dofsweep.config import SweepConfig
 from dofsweep.core.plan import Plan
+from dofsweep.distill.end_to_end import DirectTrainer, PolishTrainer, check_logits
 from dofsweep.distill.layerwise import LayerwiseTrainer
 from dofsweep.distill.trainer import Trainer, TrainSettings
 from dofsweep.errors import DistillError
-from dofsweep.methods import save_student
+from dofsweep.methods import load_student, save_student
 from dofsweep.prepare import initial_student
 from dofsweep.rayrun.actors import Poster
 from dofsweep.rayrun.devices import Share
@@ -39,6 +40,11 @@ from dofsweep.teacher.load import load_teacher
 from dofsweep.teacher.resolve import TeacherRef
 
 MAX_FAILURES = 3
+TRAINERS: dict[str, type[Trainer]] = {
+    "layerwise": LayerwiseTrainer,
+    "direct": DirectTrainer,
+    "polish": PolishTrainer,
+}
 CURVE_POINTS = 60
 """Points of a stored loss curve; losses between two points are averaged."""
 
@@ -55,11 +61,26 @@ class TrainJob:
     tokens_path: str
     n_sequences: int
     """Training sequences in that file."""
+    start: dict[int, str] = field(default_factory=dict)
+    """Student files that polishing goes on from, by trial number."""
+
+    @property
+    def kind(self) -> str:
+        """How all of its trials are trained."""
+        return self.trials[0][0].kind
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of one pass over the training sequences; a rest of a batch is left."""
+        """Optimizer steps: one pass over the training sequences without a rest, or the polish."""
+        if self.kind == "polish":
+            return self.config.polish_steps
         return self.n_sequences // self.config.batch_size
+
+    def batch(self, step: int) -> slice:
+        """Training sequences of a step; a long polish begins anew at the end of the text."""
+        per_pass = self.n_sequences // self.config.batch_size
+        first = step % per_pass * self.config.batch_size
+        return slice(first, first + self.config.batch_size)
 
     @property
     def run_name(self) -> str:
@@ -78,10 +99,12 @@ class TrainJob:
     def settings(self, trial: TrialSpec) -> TrainSettings:
         """How one trial is trained."""
         assert trial.loss is not None
+        config = self.config
+        layerwise = trial.kind == "layerwise"
         return TrainSettings(
             self.total_steps,
-            self.config.lr_features,
-            self.config.lr_weights,
+            config.lr_features if layerwise else config.lr_end_to_end,
+            config.lr_weights if layerwise else config.lr_end_to_end,
             self.config.warmup,
             self.config.grad_clip,
             trial.loss,
@@ -160,25 +183,27 @@ def _train_loop(settings: dict[str, Any]) -> None:
     teacher, _ = load_teacher(job.ref, device=device, dtype=job.config.dtype)
     capture = Capture.load(Path(job.capture_path))
     students = {
-        trial.number: initial_student(job.config, job.ref, trial, plan, capture)
+        trial.number: load_student(Path(job.start[trial.number]))
+        if trial.number in job.start
+        else initial_student(job.config, job.ref, trial, plan, capture)
         for trial, plan in job.trials
     }
-    trainer = LayerwiseTrainer(
+    if job.kind != "layerwise":
+        check_logits(teacher)
+    trainer = TRAINERS[job.kind](
         teacher,
         {n: s.to(device) for n, s in students.items()},
         {trial.number: job.settings(trial) for trial, _ in job.trials},
         micro_batch=job.config.micro_batch,
         reduce=_all_reduce if world > 1 else None,
     )
-    batch = job.config.batch_size
-    curve = _Curve(job.total_steps, batch * job.config.seq_len)
+    curve = _Curve(job.total_steps, job.config.batch_size * job.config.seq_len)
     seconds = _resume(trainer, curve, job)
     tokens = np.load(job.tokens_path, mmap_mode="r")
     post = Poster(job.sweep_id) if rank == 0 else None
     started = time.monotonic()
     while trainer.steps_done < job.total_steps:
-        first = trainer.steps_done * batch
-        rows = np.asarray(tokens[first : first + batch][rank::world], dtype=np.int64)
+        rows = np.asarray(tokens[job.batch(trainer.steps_done)][rank::world], dtype=np.int64)
         losses = trainer.step(torch.from_numpy(rows))
         curve.add(trainer.steps_done, losses)
         done = trainer.steps_done

@@ -107,10 +107,35 @@ def test_launched_again_it_reuses_spectra_and_gives_the_same_numbers(
     assert not stages & {"capture", "spectra"}
 
 
+def test_windows_direct_loss_and_polish(cluster_cli: Cli) -> None:
+    rows = cluster_cli.json(
+        "launch", *small("neox"), "--strategy", "fix", "--strategy", "sink_window", "--window", "8",
+        "--loss", "softmax_output", "--loss", "direct", "--set", "sinks=2",
+        "--set", "polish_steps=6", "--name", "windowed",
+    )  # fmt: skip
+    loss = {row["loss"] or row["strategy"]: row["heldout_loss"] for row in rows}
+    assert set(loss) == {
+        "teacher", "untrained", "sink_window", "softmax_output", "direct",
+        "softmax_output+polish", "direct+polish",
+    }  # fmt: skip
+    for name in ("softmax_output", "direct"):
+        assert loss["teacher"] < loss[name] < loss["untrained"]
+    assert loss["softmax_output+polish"] < loss["softmax_output"]
+    sizes = {row["strategy"]: row["window_size"] for row in rows}
+    state = {row["strategy"]: row["state_bytes"] for row in rows}
+    assert sizes["fix"] == sizes["untrained"] == 8
+    assert sizes["sink_window"] > 8
+    token = state["sink_window"] // (sizes["sink_window"] + 2)
+    assert state["fix"] - token < state["sink_window"] <= state["fix"]
+    timings = {t["stage"]: t for t in cluster_cli.json("show", "windowed")["timings"]}
+    assert timings["train_loop_polish"]["peak_bytes"] > 2**20
+    assert timings["train_features"]["seconds"] > 0
+    assert max(map(len, cluster_cli.ok("leaderboard", "windowed").splitlines())) <= 100
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt2", "neox"])
-def test_other_families_from_a_folder(family: str, cluster_cli: Cli) -> None:
-    rows = strategies(cluster_cli.json("launch", *small(family), "--strategy", "dof"))
+def test_another_family_from_a_folder(cluster_cli: Cli) -> None:
+    rows = strategies(cluster_cli.json("launch", *small("gpt2"), "--strategy", "dof"))
     assert rows["teacher"]["heldout_loss"] < rows["dof"]["heldout_loss"]
     assert rows["dof"]["heldout_loss"] < rows["untrained"]["heldout_loss"]
 
