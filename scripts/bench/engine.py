@@ -1,11 +1,12 @@
-"""Layerwise distillation against the teacher's bare forward, and six students against one.
+"""Distillation against the teacher's bare forward, six students against one, and direct training.
 
     python scripts/bench/engine.py --model DIR
 
 Every round runs, over the same sequence: the bare forward, one optimizer step with one student
-(fix, C = 64), and one step with six (fix, dof and dof_clip at C = 64 and 32). The aims are 1.6
-times the forward for one student, and 2.5 times one student's step for six. The text is Python's
-own manual. Every student starts anew, so the figures are of untrained features.
+(fix, C = 64), one step with six (fix, dof and dof_clip at C = 64 and 32), and one step of one
+student with the direct loss and of the polish. The aims are 1.6 times the forward for one student,
+2.5 times one student's step for six, and at least 2 for direct. The text is Python's own manual.
+Every student starts anew, so the figures are of untrained features.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from dofsweep.core.plan import Plan, make_plan
 from dofsweep.core.spectrum import dof_table, head_spectra
+from dofsweep.distill.end_to_end import DirectTrainer, PolishTrainer
 from dofsweep.distill.layerwise import LayerwiseTrainer
-from dofsweep.distill.trainer import TrainSettings
+from dofsweep.distill.trainer import Trainer, TrainSettings
 from dofsweep.methods import build_student
 from dofsweep.teacher.capture import Capture, capture_points
 from dofsweep.teacher.load import shape_of
@@ -62,8 +64,12 @@ def plans_of(capture: Capture, model: PreTrainedModel, budgets: list[int]) -> li
 
 
 def trainer(
-    model: PreTrainedModel, capture: Capture, plans: list[Plan], feature_map: str
-) -> LayerwiseTrainer:
+    model: PreTrainedModel,
+    capture: Capture,
+    plans: list[Plan],
+    feature_map: str,
+    kind: type[Trainer] = LayerwiseTrainer,
+) -> Trainer:
     """A trainer of fresh students, one per plan."""
     students = {
         number: build_student(
@@ -73,7 +79,7 @@ def trainer(
         for number, plan in enumerate(plans)
     }  # fmt: skip
     settings = TrainSettings(STEPS, 0.06, 0.1, 0.1, 1.0)
-    return LayerwiseTrainer(model, students, dict.fromkeys(students, settings))
+    return kind(model, students, dict.fromkeys(students, settings))
 
 
 def capture_of(model: PreTrainedModel, tokens: torch.Tensor) -> Capture:
@@ -83,16 +89,25 @@ def capture_of(model: PreTrainedModel, tokens: torch.Tensor) -> Capture:
     )
 
 
+VARIANTS: dict[str, tuple[int, type[Trainer]]] = {
+    "one student": (1, LayerwiseTrainer),
+    "six students": (6, LayerwiseTrainer),
+    "direct": (1, DirectTrainer),
+    "polish": (1, PolishTrainer),
+}
+
+
 def memory_task(
-    folder: Path, length: int, n_students: int, warm_up: bool = False
+    folder: Path, length: int, name: str, warm_up: bool = False
 ) -> Callable[[], object]:
-    """One step of n_students at one length, or the bare forward for none."""
+    """One step of a variant at one length, or the bare forward."""
     model, tokens = load(folder), text_tokens(folder, 1, 32 if warm_up else length)
-    if not n_students:
+    if name == "forward":
         return partial(bare_forward, model, tokens)
+    n_students, kind = VARIANTS[name]
     capture = capture_of(model, text_tokens(folder, 1, 256))
     one = plans_of(capture, model, [64])[:1] * n_students
-    return partial(trainer(model, capture, one, "prf").step, tokens)
+    return partial(trainer(model, capture, one, "prf", kind).step, tokens)
 
 
 def bare_forward(model: PreTrainedModel, tokens: torch.Tensor) -> None:
@@ -116,16 +131,15 @@ def main() -> None:
     rows = []
     for length in args.lengths:
         tokens = text_tokens(args.model, 1, length)
-        one = trainer(model, capture, plans[:1], args.map)
-        six = trainer(model, capture, plans, args.map)
-        variants = {
-            "forward": lambda tokens=tokens: bare_forward(model, tokens),
-            "one student": lambda tokens=tokens, one=one: one.step(tokens),
-            "six students": lambda tokens=tokens, six=six: six.step(tokens),
+        variants: dict[str, Callable[[], object]] = {
+            "forward": partial(bare_forward, model, tokens)
         }
+        for name, (n_students, kind) in VARIANTS.items():
+            made = trainer(model, capture, plans[:n_students], args.map, kind)
+            variants[name] = partial(made.step, tokens)
         times = paired(clock, variants, args.rounds)
-        for i, (name, (ms, ratio)) in enumerate(times.items()):
-            extra = extra_memory_mb(memory_task, args.model, length, [0, 1, 6][i])
+        for name, (ms, ratio) in times.items():
+            extra = extra_memory_mb(memory_task, args.model, length, name)
             row = [str(length), name, f"{ms:.0f}", f"{1 / ratio:.2f}", f"{extra:.0f}"]
             rows.append([*row, f"{ms / times['one student'][0]:.2f}"])
     table(["L", "", "ms", "over forward", "extra MB", "over one student"], rows)
