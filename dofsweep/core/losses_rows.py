@@ -23,11 +23,8 @@ import torch
 from torch import Tensor
 
 from dofsweep.core.attention_inputs import Heads, check_inputs, check_mask, split_heads
-from dofsweep.core.window import Window
+from dofsweep.core.window import MASKED, Window
 from dofsweep.errors import StudentError
-
-MASKED = -1e30
-"""Teacher logit of a pair that is not to be seen: finite, so that an empty row is not NaN."""
 
 TINY = 1e-36
 """Pair weights below this are near the end of float32."""

@@ -83,10 +83,10 @@ class CrossEntropy(torch.autograd.Function):
         students = [make_student(s.log_q, s.log_k, teacher, with_grads=wanted) for s in stacks]
         totals = [torch.zeros(s.copies, dtype=torch.float64) for s in students]
         late = [LateGrads(student) for student in students]
-        space = Workspace(teacher, row_chunk, 1), Workspace(teacher, row_chunk, 1)
+        space = Workspace(teacher, row_chunk, 2)
         own = Workspace(teacher, row_chunk, 2, max(s.copies for s in students))
         for rows in row_chunks(teacher.q.shape[2], row_chunk):
-            (p,), (logits,) = (s.views(rows) for s in space)
+            p, logits = space.views(rows)
             torch.softmax(teacher.logits(rows, out=logits), -1, out=p)
             teacher.drop_padded(p, rows)
             if out is not None:

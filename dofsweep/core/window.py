@@ -30,7 +30,7 @@ BLOCK = 64
 """Rows that share one band of keys."""
 
 MASKED = -1e30
-"""Logit of a pair that is not to be seen."""
+"""Logit of a pair that is not to be seen: finite, so that an empty row is not NaN."""
 
 
 @dataclass(frozen=True)

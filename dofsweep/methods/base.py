@@ -130,9 +130,8 @@ def near_keys(call: AttentionCall, window: Window) -> tuple[Tensor, Tensor] | No
 def student_state_bytes(plan: Plan | None, shape: ModelShape, window: Window | None = None) -> int:
     """Bytes that one sequence's recurrent state takes, over all layers; no features if no plan."""
     near = 0 if window is None else window.size + window.sinks
-    near_floats = 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * near
     far_floats = 0 if plan is None else plan.state_floats(shape.head_dim)
-    return STATE_FLOAT_BYTES * (far_floats + near_floats)
+    return STATE_FLOAT_BYTES * far_floats + cache_bytes(shape, near, STATE_FLOAT_BYTES)
 
 
 def equal_window(state_bytes: int, shape: ModelShape, sinks: int) -> Window:
@@ -141,7 +140,7 @@ def equal_window(state_bytes: int, shape: ModelShape, sinks: int) -> Window:
     Raises:
         StudentError: the bytes do not hold the sinks and one token more.
     """
-    token = STATE_FLOAT_BYTES * 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim
+    token = cache_bytes(shape, 1, STATE_FLOAT_BYTES)
     size = state_bytes // token - sinks
     if size < 1:
         raise StudentError(

@@ -105,10 +105,10 @@ class TrainJob:
             self.total_steps,
             config.lr_features if layerwise else config.lr_end_to_end,
             config.lr_weights if layerwise else config.lr_end_to_end,
-            self.config.warmup,
-            self.config.grad_clip,
+            config.warmup,
+            config.grad_clip,
             trial.loss,
-            self.config.patience,
+            config.patience,
         )
 
 
