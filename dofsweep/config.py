@@ -13,14 +13,12 @@ import tomllib
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from dofsweep.errors import ConfigError
 from dofsweep.records import POLISHED, TrialSpec
-
-T = TypeVar("T")
 
 MAX_CONFIG_BYTES = 1_000_000
 
@@ -51,10 +49,6 @@ def _as_list(value: object) -> object:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _distinct(values: list[T]) -> list[T]:
-    return list(dict.fromkeys(values))
-
-
 Strategy = Literal["fix", "dof", "dof_clip", "sink_window"]
 FeatureMap = Literal["prf", "prf_untied"]
 Loss = Literal["softmax", "l2", "output", "softmax_output", "direct"]
@@ -62,6 +56,8 @@ Lam = Annotated[float, BeforeValidator(parse_lam), Field(gt=0, le=1e6, allow_inf
 Budget = Annotated[int, Field(ge=1, le=65536)]
 WindowSize = Annotated[int, Field(ge=0, le=1_048_576)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
+Init = Literal["gaussian", "orthogonal"]
+Rate = Annotated[float, Field(gt=0, le=10)]
 
 
 class SweepConfig(BaseModel):
@@ -138,15 +134,21 @@ class SweepConfig(BaseModel):
     rounding: Literal["largest_remainder", "paper"] = "largest_remainder"
     """How dimensions become whole numbers; `paper` rounds each alone and may miss the budget."""
 
-    init: Literal["gaussian", "orthogonal"] = "orthogonal"
-    """Distribution of the initial features."""
+    init: Annotated[list[Init], BeforeValidator(_as_list)] = Field(
+        default=["orthogonal"], min_length=1
+    )
+    """Distribution of the initial features: orthogonal (in blocks of d vectors) or gaussian."""
     batch_size: int = Field(default=4, ge=1, le=65536)
     """Sequences in one optimizer step, over all workers."""
-    lr_features: float = Field(default=0.06, gt=0, le=10)
+    lr_features: Annotated[list[Rate], BeforeValidator(_as_list)] = Field(
+        default=[0.06], min_length=1
+    )
     """Peak learning rate of the feature vectors z."""
-    lr_weights: float = Field(default=0.1, gt=0, le=10)
+    lr_weights: Annotated[list[Rate], BeforeValidator(_as_list)] = Field(
+        default=[0.1], min_length=1
+    )
     """Peak learning rate of the log weights of the features."""
-    lr_end_to_end: float = Field(default=0.02, gt=0, le=10)
+    lr_end_to_end: Rate = 0.02
     """Peak learning rate of both with the direct loss and in the polish."""
     polish_steps: int = Field(default=0, ge=0, le=10**9)
     """Steps that go on from every trained student, towards the teacher's next-token distribution;
@@ -175,33 +177,37 @@ class SweepConfig(BaseModel):
         The plan of `fix` does not depend on λ, so it is one trial for all λ; `sink_window` depends
         on budget and window alone, whose bytes it takes.
         """
-        rows: list[TrialSpec] = [TrialSpec(0, "teacher")]
-        key: tuple[Any, ...]
+        found = [TrialSpec(0, "teacher")]
         if self.untrained:
-            for feature_map, budget, window in product(
-                _distinct(self.feature_map), _distinct(self.budget), _distinct(self.window)
-            ):
-                key = ("untrained", feature_map, None, budget, None, self.seed[0], window)
-                rows.append(TrialSpec(len(rows), *key))
-        seen = set()
-        for feature_map, loss, budget, window, lam, seed, strategy in product(
-            self.feature_map, self.loss, self.budget, self.window, self.lam, self.seed,
-            self.strategy,
-        ):  # fmt: skip
-            if strategy == "sink_window":
-                key = (strategy, "sink_window", None, budget, None, None, window)
-            else:
-                own_lam = None if strategy == "fix" else lam
-                key = (strategy, feature_map, loss, budget, own_lam, seed, window)
-            if key not in seen:
-                seen.add(key)
-                rows.append(TrialSpec(len(rows), *key))
-        if self.polish_steps:
-            rows += [
-                replace(row, number=len(rows) + i, loss=f"{row.loss}{POLISHED}")
-                for i, row in enumerate(r for r in rows if r.loss)
+            shared: dict[str, Any] = {"seed": self.seed[0], "init": self.init[0]}
+            found += [
+                TrialSpec(0, "untrained", budget=budget, feature_map=name, window=window, **shared)
+                for name, budget, window in product(self.feature_map, self.budget, self.window)
             ]
-        return rows
+        axes: dict[str, list[Any]] = {
+            "feature_map": self.feature_map, "loss": self.loss, "budget": self.budget,
+            "window": self.window, "lam": self.lam, "init": self.init,
+            "lr_features": self.lr_features, "lr_weights": self.lr_weights, "seed": self.seed,
+            "strategy": self.strategy,
+        }  # fmt: skip
+        found += [
+            self._trial(dict(zip(axes, values, strict=True))) for values in product(*axes.values())
+        ]
+        rows = list(dict.fromkeys(found))
+        if self.polish_steps:
+            rows += [replace(row, loss=f"{row.loss}{POLISHED}") for row in rows if row.loss]
+        return [replace(row, number=i) for i, row in enumerate(rows)]
+
+    def _trial(self, values: dict[str, Any]) -> TrialSpec:
+        """A trial without the settings that make no difference to it."""
+        if values["strategy"] == "sink_window":
+            values = {name: values[name] for name in ("strategy", "budget", "window")}
+            return TrialSpec(0, feature_map="sink_window", **values)
+        if values["strategy"] == "fix":
+            values["lam"] = None
+        if values["loss"] == "direct":
+            values["lr_features"] = values["lr_weights"] = self.lr_end_to_end
+        return TrialSpec(0, **values)
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -210,13 +216,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "loss": ["softmax"],
         "feature_heads": "query",
         "center_keys": False,
-        "init": "gaussian",
+        "init": ["gaussian"],
         "rounding": "paper",
         "corpus": "wikipedia",
         "seq_len": 1024,
         "batch_size": 128,
-        "lr_features": 0.02,
-        "lr_weights": 0.2,
+        "lr_features": [0.02],
+        "lr_weights": [0.2],
     },
 }
 """Named sets of settings. `paper` is arXiv:2507.03340 as far as it states them."""

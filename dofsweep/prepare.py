@@ -208,6 +208,7 @@ def initial_student(
         means = [torch.zeros_like(mean) for mean in means]
     assert trial.feature_map is not None
     assert trial.seed is not None
+    assert trial.init is not None
     return build_student(
         trial.feature_map,
         plan,
@@ -215,7 +216,7 @@ def initial_student(
         feature_heads=config.feature_heads,
         scales=capture.scales,
         key_means=means,
-        init=config.init,
+        init=trial.init,
         seed=trial.seed,
         window=window,
     )

@@ -72,6 +72,12 @@ class TrialSpec:
     seed: int | None = None
     window: int = 0
     """W: last tokens that every layer sees exactly, beside its features."""
+    init: str | None = None
+    """Distribution of the initial features."""
+    lr_features: float | None = None
+    """Peak learning rate of the feature vectors, before any polish."""
+    lr_weights: float | None = None
+    """Peak learning rate of the log weights of the features, before any polish."""
 
     @property
     def kind(self) -> str:
@@ -109,6 +115,8 @@ class EvalRecord:
     n: int | None = None
     """Number of independent items behind the value (sequences, questions)."""
     stderr: float | None = None
+    context: int | None = None
+    """c where the value is over tokens with c to 2c - 1 tokens before them."""
 
 
 @dataclass(frozen=True)
@@ -121,3 +129,5 @@ class TrialResult:
     n_sequences: int
     n_tokens: int
     records: tuple[EvalRecord, ...] = field(default=())
+    sequence_losses: tuple[float, ...] = field(default=())
+    """Held-out loss of each sequence, in the corpus's order."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -45,8 +46,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dofsweep")
 
-KL_SEQUENCES = 8
-"""Held-out sequences on which the per-layer KL is measured."""
+LAYER_SEQUENCES = 8
+"""Held-out sequences on which each layer's errors are measured."""
 FLOAT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TEACHER_ROOM = 2
 """Memory kept for the teacher and its forward pass, in sizes of its weights."""
@@ -72,7 +73,7 @@ class Runner(Protocol):
         teacher_number: int | None,
         students: Sequence[tuple[int, Path]],
         tokens: NDArray[np.int32],
-        kl_sequences: int,
+        layer_sequences: int,
         progress: Progress,
     ) -> Iterator[TrialResult]: ...
 
@@ -233,7 +234,7 @@ class SweepRun:
                     start,
                 )
                 outcome = self.runner.distill(job, str(self.storage / "runs"), progress)
-                failed |= self._keep_outcome(outcome, job.kind, twins)
+                failed |= self._keep_outcome(outcome, len(batch), twins)
         return failed
 
     def _polish_starts(
@@ -289,17 +290,20 @@ class SweepRun:
         return failed
 
     def _keep_outcome(
-        self, outcome: TrainOutcome, kind: str, twins: dict[int, int]
+        self, outcome: TrainOutcome, n_students: int, twins: dict[int, int]
     ) -> dict[int, str]:
-        """Store what training made; returns the trials that failed, with the reason.
+        """Store what a training pass made; returns the trials that failed, with the reason.
 
         Args:
+            n_students: that were trained in the pass.
             twins: trial number to the number of the trial that was trained for it.
         """
-        for stage, seconds in outcome.timings.items():
+        for number, (stage, seconds) in product(twins, outcome.timings.items()):
             self.repo.save_timing(
                 self.sweep_id,
-                stage if kind == "layerwise" else f"{stage}_{kind}",
+                stage,
+                trial_number=number,
+                n_students=n_students,
                 seconds=seconds,
                 tokens=outcome.tokens,
                 peak_bytes=outcome.peak_bytes,
@@ -316,7 +320,8 @@ class SweepRun:
         first: dict[Any, int] = {}
         return {
             t.number: first.setdefault(
-                (self._keys[t.number], t.feature_map, t.loss, t.seed, t.window), t.number
+                (self._keys[t.number], replace(t, number=0, strategy="", budget=None, lam=None)),
+                t.number,
             )
             for t in trials
         }
@@ -351,7 +356,7 @@ class SweepRun:
         cache = cache_bytes(self.ref.shape, self.config.seq_len, bytes_each)
         with self._stage("evaluate") as progress:
             for result in self.runner.evaluate(
-                teacher, students, corpus.heldout, KL_SEQUENCES, progress
+                teacher, students, corpus.heldout, LAYER_SEQUENCES, progress
             ):
                 same = [n for n, measured in alike.items() if measured == result.number]
                 for number in same or [result.number]:

@@ -90,7 +90,11 @@ def test_stored_config_makes_the_same_config() -> None:
 
 def test_preset_paper_and_what_wins_over_it() -> None:
     config = make_config({"model": "m", "seq_len": 256}, preset="paper")
-    assert (config.feature_heads, config.center_keys, config.lr_features) == ("query", False, 0.02)
+    assert (config.feature_heads, config.center_keys, config.lr_features) == (
+        "query",
+        False,
+        [0.02],
+    )
     assert config.seq_len == 256
     assert set(PRESETS["paper"]) <= set(SweepConfig.model_fields)
     with pytest.raises(ConfigError, match="did you mean 'paper'"):
@@ -152,3 +156,29 @@ def test_windows_are_an_axis_and_the_baseline_has_one_row_for_each() -> None:
         (28, None, None, None),
     ]
     assert sum(t.strategy == "dof" for t in trials) == 4
+
+
+def test_initialisation_and_learning_rates_are_axes_and_a_loss_takes_only_its_own() -> None:
+    config = make_config(
+        {
+            "model": "m",
+            "strategy": "fix",
+            "init": ["gaussian", "orthogonal"],
+            "lr_features": [0.1, 0.2],
+            "loss": ["softmax", "direct"],
+            "untrained": False,
+            "polish_steps": 5,
+        }
+    )
+    found = [(t.loss, t.init, t.lr_features, t.lr_weights) for t in config.trials()[1:]]
+    plain = [
+        ("softmax", "gaussian", 0.1, 0.1),
+        ("softmax", "gaussian", 0.2, 0.1),
+        ("softmax", "orthogonal", 0.1, 0.1),
+        ("softmax", "orthogonal", 0.2, 0.1),
+        ("direct", "gaussian", 0.02, 0.02),
+        ("direct", "orthogonal", 0.02, 0.02),
+    ]
+    assert found == plain + [(f"{loss}+polish", *rest) for loss, *rest in plain]
+    bases = [t.before_polish() for t in config.trials() if t.kind == "polish"]
+    assert [(t.loss, t.init, t.lr_features, t.lr_weights) for t in bases] == plain

@@ -19,10 +19,10 @@ CREATE VIEW leaderboard AS
 SELECT sweep.id AS sweep, sweep.name AS sweep_name, sweep_trial.id AS trial, sweep_trial.number,
        sweep.model, sweep_trial.strategy, sweep_trial.feature_map, sweep_trial.loss,
        sweep_trial.budget, sweep_trial.window_size, sweep_trial.lam, sweep_trial.seed,
-       sweep_trial.feature_heads,
+       sweep_trial.init, sweep_trial.lr_features, sweep_trial.lr_weights, sweep_trial.feature_heads,
        sweep_trial.heldout_loss, sweep_trial.heldout_stderr, sweep_trial.n_sequences,
-       sweep_trial.n_tokens, sweep_trial.mean_kl, sweep_trial.state_bytes, sweep_trial.plan_key,
-       sweep_trial.state, sweep_trial.error
+       sweep_trial.n_tokens, sweep_trial.mean_kl, sweep_trial.output_error,
+       sweep_trial.state_bytes, sweep_trial.plan_key, sweep_trial.state, sweep_trial.error
 FROM sweep_trial JOIN sweep ON sweep.id = sweep_trial.sweep_id
 """
 LAYER_PLAN = """
@@ -49,7 +49,7 @@ def downgrade() -> None:
     op.execute("DROP VIEW layer_plan")
     op.execute("DROP VIEW leaderboard")
     for table in (
-        "training_point", "plan_entry", "eval_result", "timing", "artifact", "event",
+        "training_point", "plan_entry", "eval_result", "eval_item", "timing", "artifact", "event",
         "spectrum", "spectra_set", "sweep_trial", "sweep",
     ):  # fmt: skip
         op.drop_table(table)
@@ -129,6 +129,9 @@ def _trials() -> None:
         _int("window_size"),
         _float("lam", null=True),
         _big("seed", null=True),
+        _text("init", null=True),
+        _float("lr_features", null=True),
+        _float("lr_weights", null=True),
         _text("feature_heads"),
         _text("state"),
         _text("plan_key", null=True),
@@ -137,6 +140,7 @@ def _trials() -> None:
         _int("n_sequences", null=True),
         _big("n_tokens", null=True),
         _float("mean_kl", null=True),
+        _float("output_error", null=True),
         _big("state_bytes", null=True),
         sa.Column("error", sa.Text()),
         _key("sweep_trial", "id"),
@@ -176,6 +180,7 @@ def _rows_of_a_sweep() -> None:
         _text("stage"),
         _int("trial_number"),
         _float("seconds"),
+        _int("n_students"),
         _big("tokens", null=True),
         _big("peak_bytes", null=True),
         _key("timing", "sweep_id", "stage", "trial_number"),
@@ -231,9 +236,19 @@ def _rows_of_a_trial() -> None:
         _text("trial_id"),
         _text("metric"),
         _int("layer_idx"),
+        _int("context"),
         _float("value", null=True),
         _int("n", null=True),
         _float("stderr", null=True),
-        _key("eval_result", "trial_id", "metric", "layer_idx"),
+        _key("eval_result", "trial_id", "metric", "layer_idx", "context"),
         _parent("eval_result", "trial_id", "sweep_trial.id"),
+    )
+    op.create_table(
+        "eval_item",
+        _text("trial_id"),
+        _text("metric"),
+        _int("item_idx"),
+        _float("value", null=True),
+        _key("eval_item", "trial_id", "metric", "item_idx"),
+        _parent("eval_item", "trial_id", "sweep_trial.id"),
     )

@@ -14,7 +14,7 @@ import ray
 import torch
 from numpy.typing import NDArray
 
-from dofsweep.bench.next_token import layer_kl, next_token_loss, trial_result
+from dofsweep.bench.next_token import layer_errors, next_token_loss, trial_result
 from dofsweep.core.spectrum import head_spectra
 from dofsweep.methods import load_student
 from dofsweep.rayrun.devices import use_device
@@ -81,15 +81,13 @@ class TeacherActor:
         return trial_result(number, measured, None)
 
     def evaluate_student(
-        self, number: int, path: str, tokens: NDArray[np.int32], kl_sequences: int
+        self, number: int, path: str, tokens: NDArray[np.int32], layer_sequences: int
     ) -> TrialResult:
-        """Held-out loss of a student, and its layers' KL on the first ``kl_sequences``."""
+        """Held-out loss of a student, and its layers' errors on the first ``layer_sequences``."""
         student = load_student(Path(path)).to(self._device)
         measured = next_token_loss(self._model, tokens, student.attend, self._post)
-        kl = None
-        if len(student.layers):  # without features, what is far has no weight: KL is infinite
-            kl = layer_kl(self._model, {number: student}, tokens[:kl_sequences])[number]
-        return trial_result(number, measured, kl)
+        errors = layer_errors(self._model, {number: student}, tokens[:layer_sequences])
+        return trial_result(number, measured, errors[number])
 
 
 @ray.remote(**RETRIES)

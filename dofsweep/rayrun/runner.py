@@ -137,7 +137,7 @@ class RayRunner:
         teacher_number: int | None,
         students: Sequence[tuple[int, Path]],
         tokens: NDArray[np.int32],
-        kl_sequences: int,
+        layer_sequences: int,
         progress: Progress,
     ) -> Iterator[TrialResult]:
         """Held-out loss of the teacher and of every student, each as soon as it is known."""
@@ -150,7 +150,7 @@ class RayRunner:
             number, path = item
             if path is None:
                 return actor.evaluate_teacher.remote(number, shared)
-            return actor.evaluate_student.remote(number, str(path), shared, kl_sequences)
+            return actor.evaluate_student.remote(number, str(path), shared, layer_sequences)
 
         done = 0
 

@@ -99,12 +99,13 @@ class TrainJob:
     def settings(self, trial: TrialSpec) -> TrainSettings:
         """How one trial is trained."""
         assert trial.loss is not None
-        config = self.config
-        layerwise = trial.kind == "layerwise"
+        assert trial.lr_features is not None
+        assert trial.lr_weights is not None
+        config, polish = self.config, trial.kind == "polish"
         return TrainSettings(
             self.total_steps,
-            config.lr_features if layerwise else config.lr_end_to_end,
-            config.lr_weights if layerwise else config.lr_end_to_end,
+            config.lr_end_to_end if polish else trial.lr_features,
+            config.lr_end_to_end if polish else trial.lr_weights,
             config.warmup,
             config.grad_clip,
             trial.loss,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from rich import box
@@ -84,37 +84,61 @@ def print_leaderboard(rows: Sequence[dict[str, Any]], out: IO[str]) -> None:
         _print_one_leaderboard(sweep, own, console)
 
 
+LEADERBOARD: dict[str, Callable[[dict[str, Any]], str]] = {
+    "strategy": lambda r: r["strategy"],
+    "map": lambda r: r["feature_map"] or "-",
+    "loss": lambda r: r["loss"] or "-",
+    ">C": lambda r: _plain(r["budget"]),
+    ">W": lambda r: str(r["window_size"] or "-"),
+    ">λ": lambda r: format_lam(r["lam"]),
+    "init": lambda r: r["init"] or "-",
+    ">lr": lambda r: _plain(r["lr_features"]),
+    ">lr α": lambda r: _plain(r["lr_weights"]),
+    ">seed": lambda r: _plain(r["seed"]),
+    ">held-out": lambda r: _number(r["heldout_loss"], 4),
+    ">s.e.": lambda r: _number(r["heldout_stderr"], 4),
+    ">gap %": lambda r: _percent(r["gap_closed"]),
+    ">KL": lambda r: _number(r["mean_kl"], 3),
+    ">error": lambda r: _number(r["output_error"], 3),
+    ">state": lambda r: format_bytes(r["state_bytes"]),
+    "": lambda r: "" if r["state"] == "finished" else r["state"],
+}
+"""Columns of a leaderboard, and what a row shows in each."""
+ONLY_WHERE_THEY_DIFFER = {"map", ">W", ">λ", "init", ">lr", ">lr α", ">seed", ""}
+
+
+def _plain(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.0f}"
+
+
 def _print_one_leaderboard(sweep: str, rows: list[dict[str, Any]], console: Console) -> None:
+    cells = {name: [show(row) for row in rows] for name, show in LEADERBOARD.items()}
+    same: dict[str, str] = {}
+    for name in ONLY_WHERE_THEY_DIFFER:
+        given = set(cells[name]) - {"-", ""}
+        if len(given) <= 1 and (name or not given):
+            del cells[name]
+            same |= {name.lstrip(">"): value for value in given}
     title = f"{rows[0]['model']}, sweep {sweep}: held-out loss in nats a token"
-    table = _table(
-        "strategy", "map", "loss", ">C", ">W", ">λ", ">seed", ">held-out", ">s.e.", ">KL", ">state",
-        "", title=title,
-    )  # fmt: skip
+    table = _table(*cells, title=title)
     scored = [r for r in rows if r["heldout_loss"] is not None and r["strategy"] != "teacher"]
     best = min((r["heldout_loss"] for r in scored), default=None)
-    for row in rows:
-        is_best = row["heldout_loss"] is not None and row["heldout_loss"] == best
-        table.add_row(
-            row["strategy"],
-            row["feature_map"] or "-",
-            row["loss"] or "-",
-            "-" if row["budget"] is None else str(row["budget"]),
-            str(row["window_size"] or "-"),
-            format_lam(row["lam"]),
-            "-" if row["seed"] is None else str(row["seed"]),
-            _number(row["heldout_loss"], 4),
-            _number(row["heldout_stderr"], 4),
-            _number(row["mean_kl"], 3),
-            format_bytes(row["state_bytes"]),
-            "" if row["state"] == "finished" else row["state"],
-            style="bold" if is_best and row["strategy"] != "teacher" else None,
-        )
+    for row, shown in zip(rows, zip(*cells.values(), strict=True), strict=True):
+        is_best = best is not None and row in scored and row["heldout_loss"] == best
+        table.add_row(*shown, style="bold" if is_best else None)
     console.print(table)
+    if same:
+        console.print("all: " + ", ".join(f"{name} {same[name]}" for name in sorted(same)))
     first = next((r for r in rows if r["heldout_loss"] is not None), None)
     if first:
         console.print(
             f"{first['n_sequences']} held-out sequences, {first['n_tokens']} tokens; s.e. over "
-            "sequences. KL: mean over layers,\nheads and rows. The teacher's state is its "
+            "sequences. gap %: of the way from untrained\nto teacher. KL, and error of the "
+            "attention outputs: means over layers. The teacher's state is its\n"
             "key/value cache at the sweep's sequence length."
         )
 
@@ -156,15 +180,25 @@ def print_sweep(row: dict[str, Any], trials: Sequence[dict[str, Any]], out: IO[s
     facts.add_row("config", ", ".join(f"{k}={_short(v)}" for k, v in config.items()))
     console.print(facts)
     if row.get("timings"):
-        table = _table("stage", ">seconds", ">tokens/s", ">peak GiB")
-        for timing in sorted(row["timings"], key=_stage_order):
+        table = _table("stage", "students", ">seconds", ">tokens/s", ">peak GiB")
+        for timing in _passes(row["timings"]):
             rate = timing["tokens"] / timing["seconds"] if timing.get("tokens") else None
             peak = timing["peak_bytes"] / 2**30 if timing.get("peak_bytes") else None
-            seconds = _number(timing["seconds"], 1)
-            table.add_row(timing["stage"], seconds, _number(rate, 0), _number(peak, 2))
+            numbers = (_number(timing["seconds"], 1), _number(rate, 0), _number(peak, 2))
+            table.add_row(timing["stage"], timing["students"], *numbers)
         console.print(table)
     if trials:
         _print_one_leaderboard(row["id"], list(trials), console)
+
+
+def _passes(timings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Timings by stage; those that students shared as one, with the students' numbers."""
+    found: dict[tuple[str, float], dict[str, Any]] = {}
+    for timing in timings:
+        entry = found.setdefault((timing["stage"], timing["seconds"]), timing | {"students": ""})
+        if (number := timing["trial_number"]) is not None:
+            entry["students"] = f"{entry['students']} {number}".strip()
+    return sorted(found.values(), key=_stage_order)
 
 
 def _stage_order(timing: dict[str, Any]) -> int:

@@ -140,6 +140,11 @@ class TrialRow(Base):
     """Last tokens that every layer sees exactly; 0 for none."""
     lam: Mapped[float | None]
     seed: Mapped[int | None] = mapped_column(BigInteger)
+    init: Mapped[str | None]
+    """Distribution of the initial features: orthogonal | gaussian"""
+    lr_features: Mapped[float | None]
+    lr_weights: Mapped[float | None]
+    """Peak learning rates, before any polish."""
     feature_heads: Mapped[str]
     """kv | query"""
     state: Mapped[str]
@@ -152,6 +157,8 @@ class TrialRow(Base):
     n_tokens: Mapped[int | None] = mapped_column(BigInteger)
     mean_kl: Mapped[float | None]
     """Nats per attention row, mean over layers, heads and rows."""
+    output_error: Mapped[float | None]
+    """Squared error of the attention outputs, relative to the teacher's, mean over layers."""
     state_bytes: Mapped[int | None] = mapped_column(BigInteger)
     error: Mapped[str | None] = mapped_column(Text)
 
@@ -218,10 +225,23 @@ class EvalResultRow(Base):
     trial_id: Mapped[str] = _trial_key()
     metric: Mapped[str] = mapped_column(primary_key=True)
     layer_idx: Mapped[int] = _key()
+    context: Mapped[int] = _key()
+    """c where the value is over tokens with c to 2c - 1 tokens before them; -1 for all tokens."""
     value: Mapped[float | None]
     n: Mapped[int | None]
     """Independent items behind the value."""
     stderr: Mapped[float | None]
+
+
+class EvalItemRow(Base):
+    """One item behind a figure of a trial, for paired comparisons: a held-out sequence's loss."""
+
+    __tablename__ = "eval_item"
+
+    trial_id: Mapped[str] = _trial_key()
+    metric: Mapped[str] = mapped_column(primary_key=True)
+    item_idx: Mapped[int] = _key()
+    value: Mapped[float | None]
 
 
 class TimingRow(Base):
@@ -233,6 +253,8 @@ class TimingRow(Base):
     stage: Mapped[str] = mapped_column(primary_key=True)
     trial_number: Mapped[int] = _key()
     seconds: Mapped[float]
+    n_students: Mapped[int]
+    """Students that shared these seconds."""
     tokens: Mapped[int | None] = mapped_column(BigInteger)
     peak_bytes: Mapped[int | None] = mapped_column(BigInteger)
 

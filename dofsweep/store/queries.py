@@ -76,7 +76,10 @@ def get_sweep(store: Store, id_or_name: str) -> dict[str, Any]:
 
 
 def leaderboard(store: Store, sweep: str | None = None) -> list[dict[str, Any]]:
-    """Rows of the view ``leaderboard`` and ``ppl``, by sweep, best held-out loss first.
+    """Rows of the view ``leaderboard``, ``ppl`` and ``gap_closed``, by sweep, best loss first.
+
+    ``gap_closed`` is the share of the way from the untrained student of the same map, budget and
+    window to the teacher, in held-out loss; None where there is no such student.
 
     Args:
         sweep: id or name; None for all sweeps.
@@ -90,7 +93,10 @@ def leaderboard(store: Store, sweep: str | None = None) -> list[dict[str, Any]]:
             query = text(_LEADERBOARD.format(where="WHERE sweep = :sweep"))
             found = _find(session, sweep).id
             rows = session.execute(query, {"sweep": found}).mappings().all()
-    return [dict(row) | {"ppl": _perplexity(row)} for row in rows]
+    ends = {_end(row): row["heldout_loss"] for row in rows if row["loss"] is None}
+    return [
+        dict(row) | {"ppl": _perplexity(row), "gap_closed": _gap_closed(row, ends)} for row in rows
+    ]
 
 
 def plan_of(store: Store, trial_id: str) -> list[list[int]]:
@@ -179,6 +185,22 @@ def _plain(value: Any) -> Any:
     if isinstance(value, datetime):
         return value.isoformat()
     return dict(value) if isinstance(value, Mapping) else value
+
+
+def _end(row: RowMapping, strategy: str | None = None) -> tuple[Any, ...]:
+    """What a teacher, or an untrained student, is the upper or lower end of."""
+    strategy = strategy or row["strategy"]
+    if strategy == "teacher":
+        return row["sweep"], strategy
+    return row["sweep"], strategy, row["feature_map"], row["budget"], row["window_size"]
+
+
+def _gap_closed(row: RowMapping, ends: dict[tuple[Any, ...], float | None]) -> float | None:
+    start, goal = ends.get(_end(row, "untrained")), ends.get(_end(row, "teacher"))
+    loss = row["heldout_loss"]
+    if row["loss"] is None or loss is None or start is None or goal is None or start <= goal:
+        return None
+    return float((start - loss) / (start - goal))
 
 
 def _perplexity(row: RowMapping) -> float | None:

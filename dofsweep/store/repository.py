@@ -89,6 +89,9 @@ class SweepRepository(TrialWrites, SpectraWrites):
                 "window_size": trial.window,
                 "lam": finite(trial.lam),
                 "seed": trial.seed,
+                "init": trial.init,
+                "lr_features": trial.lr_features,
+                "lr_weights": trial.lr_weights,
                 "feature_heads": feature_heads,
                 "state": "pending",
             }

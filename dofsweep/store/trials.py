@@ -11,6 +11,7 @@ from dofsweep.records import TrainingPoint, TrialResult
 from dofsweep.store.models import (
     NONE,
     ArtifactRow,
+    EvalItemRow,
     EvalResultRow,
     PlanEntryRow,
     TimingRow,
@@ -20,8 +21,8 @@ from dofsweep.store.models import (
 from dofsweep.store.upsert import upsert
 from dofsweep.store.writes import TRIAL_STATES, Writes, change_sweep, change_trial, finite, whole
 
-KL_METRIC = "kl"
-"""Metric whose value without a layer is the mean KL of a trial."""
+MEANS = {"kl": "mean_kl", "output_error": "output_error"}
+"""Metrics of a layer whose mean over layers, the record without one, is a trial's own column."""
 
 
 class TrialWrites(Writes):
@@ -102,19 +103,17 @@ class TrialWrites(Writes):
     ) -> None:
         """Write what the evaluation of a trial found.
 
-        The trial's mean KL is its record of metric ``kl`` without a layer.
-
         Args:
             state_bytes: memory of a sequence, where no plan gives it (the teacher's cache).
         """
-        kl = [r.value for r in result.records if r.metric == KL_METRIC and r.layer_idx is None]
+        means = {r.metric: r.value for r in result.records if r.layer_idx is None}
         figures: dict[str, Any] = {
             "heldout_loss": finite(result.heldout_loss),
             "heldout_stderr": finite(result.heldout_stderr),
             "n_sequences": int(result.n_sequences),
             "n_tokens": int(result.n_tokens),
-            "mean_kl": finite(kl[0]) if kl else None,
         }
+        figures |= {column: finite(means.get(metric)) for metric, column in MEANS.items()}
         if state_bytes is not None:
             figures["state_bytes"] = int(state_bytes)
         with self.store.session() as session:
@@ -124,6 +123,7 @@ class TrialWrites(Writes):
                     "trial_id": id_,
                     "metric": record.metric,
                     "layer_idx": NONE if record.layer_idx is None else int(record.layer_idx),
+                    "context": NONE if record.context is None else int(record.context),
                     "value": finite(record.value),
                     "n": whole(record.n),
                     "stderr": finite(record.stderr),
@@ -131,6 +131,11 @@ class TrialWrites(Writes):
                 for record in result.records
             ]
             upsert(session, EvalResultRow, rows)
+            items = [
+                {"trial_id": id_, "metric": "heldout_loss", "item_idx": i, "value": finite(loss)}
+                for i, loss in enumerate(result.sequence_losses)
+            ]
+            upsert(session, EvalItemRow, items)
 
     def save_timing(
         self,
@@ -140,14 +145,20 @@ class TrialWrites(Writes):
         seconds: float,
         tokens: int | None = None,
         trial_number: int | None = None,
+        n_students: int = 1,
         peak_bytes: int | None = None,
     ) -> None:
-        """Write how long a stage took; a repeated stage keeps its last time."""
+        """Write how long a stage took; a repeated stage keeps its last time.
+
+        Args:
+            n_students: that shared the stage, where it is written for each of them.
+        """
         row = {
             "sweep_id": sweep_id,
             "stage": stage,
             "trial_number": NONE if trial_number is None else trial_number,
             "seconds": float(seconds),
+            "n_students": n_students,
             "tokens": whole(tokens),
             "peak_bytes": whole(peak_bytes),
         }

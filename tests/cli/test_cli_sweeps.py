@@ -127,9 +127,16 @@ def test_windows_direct_loss_and_polish(cluster_cli: Cli) -> None:
     assert sizes["sink_window"] > 8
     token = state["sink_window"] // (sizes["sink_window"] + 2)
     assert state["fix"] - token < state["sink_window"] <= state["fix"]
-    timings = {t["stage"]: t for t in cluster_cli.json("show", "windowed")["timings"]}
-    assert timings["train_loop_polish"]["peak_bytes"] > 2**20
-    assert timings["train_features"]["seconds"] > 0
+    shown = cluster_cli.json("show", "windowed")
+    of = {(t["trial_number"], t["stage"]): t for t in shown["timings"]}
+    for row in (row for row in rows if row["loss"]):
+        loop = of[row["number"], "train_loop"]
+        assert loop["n_students"] == (1 if row["loss"] in ("softmax_output", "direct") else 2)
+        assert loop["tokens"] == (6 * 4 * 64 if row["loss"].endswith("+polish") else 4096)
+        assert loop["peak_bytes"] > 2**20
+        assert 0 < of[row["number"], "train_features"]["seconds"] < loop["seconds"]
+        assert 0 < row["gap_closed"] < 1
+    assert all(row["output_error"] > 0 for row in rows if row["strategy"] != "teacher")
     assert max(map(len, cluster_cli.ok("leaderboard", "windowed").splitlines())) <= 100
 
 

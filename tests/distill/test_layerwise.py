@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import make_model, shape, some_tokens
 
-from dofsweep.bench.next_token import layer_kl
+from dofsweep.bench.next_token import layer_errors
 from dofsweep.core.plan import Plan, make_plan
 from dofsweep.distill.layerwise import LayerwiseTrainer as Layerwise
 from dofsweep.distill.trainer import TrainSettings
@@ -48,14 +48,17 @@ def batches(n: int) -> list[torch.Tensor]:
 def test_training_lowers_every_layers_kl(feature_map: str) -> None:
     model, held_out = make_model("llama"), some_tokens(4, 24, seed=99)
     students = make_students({1: fix(8), 2: Plan(((2, 2), (8, 8), (14, 14)))}, feature_map)
-    before = layer_kl(model, students, held_out)
+    before = layer_errors(model, students, held_out)
     trainer = make_trainer(model, students, SETTINGS)
     for batch in batches(30):
         losses = trainer.step(batch)
     assert {n: len(v) for n, v in losses.items()} == {1: 3, 2: 3}
-    after = layer_kl(model, students, held_out)
+    after = layer_errors(model, students, held_out)
     for number in students:
-        for layer_before, layer_after in zip(before[number], after[number], strict=True):
+        kl_before, kl_after = before[number].kl, after[number].kl
+        assert kl_before is not None
+        assert kl_after is not None
+        for layer_before, layer_after in zip(kl_before, kl_after, strict=True):
             assert layer_after < layer_before
     assert trainer.failed == {}
 

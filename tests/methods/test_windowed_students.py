@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import make_model, shape, some_tokens
 
-from dofsweep.bench.next_token import layer_kl, next_token_loss
+from dofsweep.bench.next_token import layer_errors, next_token_loss
 from dofsweep.core.plan import make_plan
 from dofsweep.core.window import Window, windowed_reference
 from dofsweep.distill.layerwise import LayerwiseTrainer
@@ -66,9 +66,12 @@ def test_many_features_and_a_window_are_the_teacher() -> None:
         init="orthogonal", seed=0, window=Window(5, 1),
     )  # fmt: skip
     few = make_student(Window(5, 1))
-    kl = layer_kl(model, {1: student, 2: few}, tokens)
-    assert max(kl[1]) < 0.05
-    assert all(many < less for many, less in zip(kl[1], kl[2], strict=True))
+    errors = layer_errors(model, {1: student, 2: few}, tokens)
+    for many, less in ((errors[1].kl, errors[2].kl), (errors[1].output, errors[2].output)):
+        assert many is not None
+        assert less is not None
+        assert max(many) < 0.05
+        assert all(a < b for a, b in zip(many, less, strict=True))
 
 
 @pytest.mark.parametrize("loss", ["softmax", "l2", "output", "softmax_output"])

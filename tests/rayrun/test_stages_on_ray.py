@@ -17,7 +17,7 @@ import pytest
 import ray
 import torch
 
-from dofsweep.bench.next_token import layer_kl, next_token_loss
+from dofsweep.bench.next_token import layer_errors, next_token_loss
 from dofsweep.config import SweepConfig, make_config
 from dofsweep.core.plan import make_plan
 from dofsweep.core.spectrum import dof_bracket, head_dof, head_spectra_reference
@@ -94,7 +94,11 @@ def job_for(
     plans = [
         make_plan("fix", n_layers=4, n_heads=2, budget=budget, head_dim=32) for budget in (8, 5)
     ]
-    trials = [TrialSpec(i + 1, "fix", "prf", "softmax", 8, None, i) for i in range(2)]
+    trials = [
+        TrialSpec(i + 1, "fix", "prf", "softmax", 8, seed=i, init="orthogonal",
+                  lr_features=0.06, lr_weights=0.1 / (i + 1))
+        for i in range(2)
+    ]  # fmt: skip
     pairs = tuple(zip(trials, plans, strict=True))
     return TrainJob(
         name, ref, config, pairs, str(folder / "capture.safetensors"), str(folder / "train.npy"),
@@ -241,14 +245,15 @@ def test_evaluation(cluster: None, ref: TeacherRef, tokens: Any, tmp_path: Path)
     }
     model, _ = load_teacher(ref)
     assert found[0].heldout_loss == pytest.approx(next_token_loss(model, tokens[1]).loss, rel=1e-5)
-    kl = layer_kl(model, students, tokens[1][:2])
+    errors = layer_errors(model, students, tokens[1][:2])
     for number, student in students.items():
         wanted = next_token_loss(model, tokens[1], student.attend)
         assert found[number].heldout_loss == pytest.approx(wanted.loss, rel=1e-4)
         assert found[number].heldout_stderr == pytest.approx(wanted.stderr, rel=1e-3)
         layers = {r.layer_idx: r.value for r in found[number].records if r.metric == "kl"}
-        assert layers[None] == pytest.approx(np.mean(kl[number]), rel=1e-3)
-        assert layers[3] == pytest.approx(kl[number][3], rel=1e-3)
+        assert layers[None] == pytest.approx(np.mean(errors[number].kl), rel=1e-3)
+        assert layers[3] == pytest.approx(errors[number].kl[3], rel=1e-3)
+        assert found[number].sequence_losses == pytest.approx(wanted.per_sequence, rel=1e-4)
     assert posts[-1][:2] == (3, 3)
 
 

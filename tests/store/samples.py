@@ -32,8 +32,12 @@ RESULT = TrialResult(
         EvalRecord("kl", 0.5, None, 8, 0.01),
         EvalRecord("kl", 0.75, 1, 8, 0.02),
         EvalRecord("kl", 0.25, 0),
+        EvalRecord("output_error", 0.0625),
+        EvalRecord("heldout_loss", 3.5, None, 8, 0.25, context=4),
+        EvalRecord("heldout_loss", 3.25, None, 8, 0.125),
         EvalRecord("recall", np.float32(0.5), None, 100),  # type: ignore[arg-type]
     ),
+    (3.0, 3.5),
 )
 
 

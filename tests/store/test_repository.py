@@ -14,7 +14,7 @@ from samples import RESULT, SPECTRA, TRIALS, all_rows, create, write_all
 from sqlalchemy import func, select, text
 
 from dofsweep.errors import StoreError
-from dofsweep.records import EvalRecord, TrainingPoint, TrialResult
+from dofsweep.records import EvalRecord, TrainingPoint, TrialResult, TrialSpec
 from dofsweep.store import queries
 from dofsweep.store.models import SpectrumRow
 from dofsweep.store.repository import SweepRepository
@@ -33,7 +33,8 @@ def test_every_save_may_be_repeated(store: Store, repo: SweepRepository) -> None
         "spectrum": 4,
         "plan_entry": 4,
         "training_point": 3,
-        "eval_result": 4,
+        "eval_result": 7,
+        "eval_item": 2,
         "timing": 2,
         "artifact": 2,
         "event": 0,
@@ -61,6 +62,7 @@ def test_reads_return_what_was_written(store: Store, repo: SweepRepository) -> N
             "seconds": 1.5,
             "tokens": 2**40,
             "peak_bytes": 2**41,
+            "n_students": 1,
         },
         {
             "stage": "evaluate",
@@ -68,6 +70,7 @@ def test_reads_return_what_was_written(store: Store, repo: SweepRepository) -> N
             "seconds": 0.5,
             "tokens": None,
             "peak_bytes": None,
+            "n_students": 1,
         },
     ]
     assert queries.plan_of(store, "sw-1.2") == [[9, 277], [64, 64]]
@@ -102,7 +105,7 @@ def test_leaderboard_is_ordered_and_has_the_main_figures(
     best, second, unmeasured = rows
     assert (best["state_bytes"], best["mean_kl"]) == (77, None)
     assert best["ppl"] == pytest.approx(math.exp(3.0))
-    assert second["mean_kl"] == 0.5
+    assert (second["mean_kl"], second["output_error"]) == (0.5, 0.0625)
     assert second["n_tokens"] == 2**33
     assert second["seed"] == 2**40
     assert (second["sweep"], second["sweep_name"], second["number"]) == ("sw-1", "demo", 2)
@@ -110,6 +113,26 @@ def test_leaderboard_is_ordered_and_has_the_main_figures(
     assert (second["state"], second["state_bytes"]) == ("finished", 4096)
     assert unmeasured["heldout_loss"] is None
     assert unmeasured["ppl"] is None
+    assert unmeasured["gap_closed"] is None
+
+
+def test_the_share_of_the_gap_is_taken_against_the_same_map_budget_and_window(
+    store: Store, repo: SweepRepository
+) -> None:
+    create(repo)
+    same = {"feature_map": "prf", "budget": 8, "window": 4}
+    trials = [
+        TrialSpec(0, "teacher"),
+        TrialSpec(1, "untrained", **same),  # type: ignore[arg-type]
+        TrialSpec(2, "untrained", **same | {"budget": 16}),  # type: ignore[arg-type]
+        TrialSpec(3, "dof", loss="softmax", **same),  # type: ignore[arg-type]
+        TrialSpec(4, "dof", loss="softmax", **same | {"window": 0}),  # type: ignore[arg-type]
+    ]
+    repo.add_trials("sw-1", trials, "kv")
+    for number, loss in enumerate((3.0, 7.0, 5.0, 4.0, 4.0)):
+        repo.save_result("sw-1", TrialResult(number, loss, 0.1, 8, 100))
+    shares = {row["number"]: row["gap_closed"] for row in queries.leaderboard(store)}
+    assert shares == {0: None, 1: None, 2: None, 3: 0.75, 4: None}
 
 
 def test_leaderboard_of_all_sweeps_keeps_each_together(store: Store, repo: SweepRepository) -> None:
