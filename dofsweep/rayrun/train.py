@@ -1,6 +1,6 @@
 """Distillation by Ray Train: each worker holds the teacher and its part of every batch.
 
-Only the gradients of the features are reduced. A run with the same name and storage goes on from
+Only the gradients of the students are reduced. A run with the same name and storage goes on from
 its last checkpoint by itself, after a lost worker as after a lost driver.
 """
 
@@ -88,13 +88,31 @@ class TrainJob:
         numbers = ",".join(str(trial.number) for trial, _ in self.trials)
         return f"{self.sweep_id}-{hashlib.sha256(numbers.encode()).hexdigest()[:8]}"
 
-    def facts(self) -> dict[str, Any]:
-        """What a checkpoint must agree with."""
-        return {
+    def claim(self, storage: str) -> None:
+        """Note in the run's folder what it trains, before its first checkpoint is made there.
+
+        Raises:
+            DistillError: the folder is of other facts, so its checkpoints cannot be gone on from.
+        """
+        path = Path(storage) / self.run_name / "facts.json"
+        facts = {
             "model": self.ref.fingerprint,
-            "plan": {trial.number: plan.key for trial, plan in self.trials},
+            "plan": {str(trial.number): plan.key for trial, plan in self.trials},
             "number of steps": self.total_steps,
         }
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(".part")
+            part.write_text(json.dumps(facts))
+            part.replace(path)
+            return
+        found = json.loads(path.read_text())
+        for name, value in facts.items():
+            if found.get(name) != value:
+                raise DistillError(
+                    f"the checkpoint of sweep {self.sweep_id} is of another {name}: launch a new "
+                    "sweep, or restore what the sweep was started with"
+                )
 
     def settings(self, trial: TrialSpec) -> TrainSettings:
         """How one trial is trained."""
@@ -199,7 +217,7 @@ def _train_loop(settings: dict[str, Any]) -> None:
         reduce=_all_reduce if world > 1 else None,
     )
     curve = _Curve(job.total_steps, job.config.batch_size * job.config.seq_len)
-    seconds = _resume(trainer, curve, job)
+    seconds = _resume(trainer, curve)
     tokens = np.load(job.tokens_path, mmap_mode="r")
     post = Poster(job.sweep_id) if rank == 0 else None
     started = time.monotonic()
@@ -220,19 +238,13 @@ def _detail(losses: dict[int, list[float]]) -> str:
     return f"loss {np.mean(means):.3f}" if means else "no student left"
 
 
-def _resume(trainer: Trainer, curve: _Curve, job: TrainJob) -> float:
+def _resume(trainer: Trainer, curve: _Curve) -> float:
     """Go on from the run's checkpoint, if it has one; returns the seconds trained before it."""
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
         return 0.0
     with checkpoint.as_directory() as folder:
         state = torch.load(Path(folder) / "state.pt", weights_only=True, map_location="cpu")
-    for name, value in job.facts().items():
-        if state["facts"].get(name) != value:
-            raise DistillError(
-                f"the checkpoint of sweep {job.sweep_id} is of another {name}: launch a new sweep, "
-                "or restore what the sweep was started with"
-            )
     trainer.load_state_dict(state["trainer"])
     curve.load_state_dict(state["curve"])
     return float(state["seconds"])
@@ -246,7 +258,7 @@ def _checkpoint(trainer: Trainer, curve: _Curve, job: TrainJob, rank: int, secon
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         state = {"trainer": trainer.state_dict(), "curve": curve.state_dict()}
-        torch.save(state | {"facts": job.facts(), "seconds": seconds}, path / "state.pt")
+        torch.save(state | {"seconds": seconds}, path / "state.pt")
         if trainer.steps_done == job.total_steps:
             for number, student in trainer.students.items():
                 save_student(student, path / f"student-{number}.safetensors")
@@ -279,8 +291,10 @@ def train(job: TrainJob, share: Share, storage: str) -> TrainOutcome:
         share: how many data-parallel workers, which must divide the batch, and what each gets.
         storage: folder, seen by every node, for checkpoints.
     Raises:
-        DistillError: training broke down for good; the message has the worker's own.
+        DistillError: training broke down for good; the message has the worker's own. Or the run
+            was begun with another model, plan or number of steps.
     """
+    job.claim(storage)
     os.environ.update({k: v for k, v in TRAIN.items() if k not in os.environ})
     import ray.train
     import ray.train.torch

@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from dofsweep.core.plan import make_plan
 from dofsweep.core.spectrum import dof_bracket, head_dof, head_spectra_reference
 from dofsweep.corpus.load import load_corpus
 from dofsweep.distill.layerwise import LayerwiseTrainer
-from dofsweep.errors import CaptureError, DistillError
+from dofsweep.errors import CaptureError
 from dofsweep.methods import load_student, save_student
 from dofsweep.prepare import initial_student
 from dofsweep.rayrun.devices import Share
@@ -174,26 +173,12 @@ def test_an_error_in_an_actor_comes_out_as_itself(
         runner.capture(tokens[0][:1], tmp_path / "c", CAPTURE | {"n_points": 1000}, quiet)
 
 
-def test_training_equals_a_plain_loop(
-    cluster: None, ref: TeacherRef, tokens: Any, tmp_path: Path
-) -> None:
-    job = job_for(ref, config_with(), tokens, tmp_path, "sw-one")
-    outcome = RayRunner("sw-one", ref, "float32").distill(job, str(tmp_path / "runs"), quiet)
-    students, losses = train_plainly(job)
-    assert distances(outcome, students) < 1e-4
-    curve = [p for p in outcome.curves[1] if p.layer_idx == 0]
-    assert [p.step for p in curve] == list(range(1, 17))
-    means = [np.mean([p.loss for p in outcome.curves[1] if p.step == s]) for s in range(1, 17)]
-    np.testing.assert_allclose(means, losses, rtol=1e-4)
-    assert losses[-1] < losses[0]
-
-
 def test_two_workers_equal_one(cluster: None, ref: TeacherRef, tokens: Any, tmp_path: Path) -> None:
     job = job_for(ref, config_with(workers=2), tokens, tmp_path, "sw-two")
     outcome = RayRunner("sw-two", ref, "float32").distill(job, str(tmp_path / "runs"), quiet)
     _, losses = train_plainly(job)
     means = [np.mean([p.loss for p in outcome.curves[1] if p.step == s]) for s in range(1, 17)]
-    np.testing.assert_allclose(means, losses, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(means, losses, rtol=1e-4)
 
 
 def training_workers() -> list[psutil.Process]:
@@ -204,11 +189,10 @@ def training_workers() -> list[psutil.Process]:
     ]
 
 
-@pytest.mark.slow
-def test_a_killed_worker_changes_no_number(
+def test_training_equals_a_plain_loop_also_when_a_worker_is_killed(
     cluster: None, ref: TeacherRef, tokens: Any, tmp_path: Path
 ) -> None:
-    config = config_with(batch_size=1)
+    config = config_with(batch_size=1, train_tokens=60 * 64)
     job = job_for(ref, config, tokens, tmp_path, "sw-killed")
     killed = threading.Event()
 
@@ -226,8 +210,12 @@ def test_a_killed_worker_changes_no_number(
     killer.join(timeout=5)
     students, losses = train_plainly(job)
     assert distances(outcome, students) < 1e-4
-    assert {p.step for p in outcome.curves[1]} == {p.step for p in outcome.curves[2]}
-    assert np.isfinite(losses).all()
+    curve = [p for p in outcome.curves[1] if p.layer_idx == 0]
+    assert [p.step for p in curve] == list(range(1, 61))
+    means = [np.mean([p.loss for p in outcome.curves[1] if p.step == s]) for s in range(1, 61)]
+    np.testing.assert_allclose(means, losses, rtol=1e-4)
+    assert {p.step for p in outcome.curves[2]} == set(range(1, 61))
+    assert np.mean(losses[-8:]) < np.mean(losses[:8])
 
 
 def test_evaluation(cluster: None, ref: TeacherRef, tokens: Any, tmp_path: Path) -> None:
@@ -264,18 +252,6 @@ def test_nothing_is_left_on_the_cluster(cluster: None) -> None:
             return
         time.sleep(0.5)
     pytest.fail(f"still held: {ray.available_resources()}")
-
-
-def test_a_checkpoint_of_another_plan_is_refused(
-    cluster: None, ref: TeacherRef, tokens: Any, tmp_path: Path
-) -> None:
-    job = job_for(ref, config_with(), tokens, tmp_path, "sw-other")
-    runner = RayRunner("sw-other", ref, "float32")
-    runner.distill(job, str(tmp_path / "runs"), quiet)
-    fewer = make_plan("fix", n_layers=4, n_heads=2, budget=5, head_dim=32)
-    other = replace(job, trials=tuple((trial, fewer) for trial, _ in job.trials))
-    with pytest.raises(DistillError, match="of another plan"):
-        runner.distill(other, str(tmp_path / "runs"), quiet)
 
 
 def test_share_of_options() -> None:
